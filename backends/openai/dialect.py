@@ -27,7 +27,7 @@ from spot_async.errors import (
 from spot_async.spending.prices import Size
 from spot_async.types import IntArray, LogprobTemperature, SamplingSettings
 
-from ..shared.advice import refuses_key, wants_tls
+from ..shared.advice import Access, of_reply
 from ..shared.failures import FailedReply
 
 if TYPE_CHECKING:  # slow to import
@@ -159,7 +159,7 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     """
     reply = FailedReply(status, body)
     message = f"{role}: {reply.answer}"
-    if wants_tls(reply.said) or refuses_key(status, reply.said):
+    if of_reply(status, reply.said, {}, Access(role, "http", ())):
         return None
     if status == 404 and "model" in reply.said.lower():
         return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
+
+import httpx
 
 # The words of nginx, Apache, Go's servers, Jetty and Tomcat. Others close the connection or send a TLS alert.
 WANTS_TLS = re.compile(
@@ -45,9 +46,7 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
     match status:
         case 301 | 302 | 307 | 308:
             return _of_redirect(headers.get("location", ""), access.section)
-        case 401 | 403 if access.credentials is not None:
-            return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
-        case 400 if access.credentials is not None and refuses_key(status, said):
+        case 400 | 401 | 403 if access.credentials is not None and (status != 400 or WRONG_KEY.search(said)):
             return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
         case 407:
             return "the proxy wants a password: give it in HTTP_PROXY"
@@ -58,20 +57,18 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
             )
         case 502 | 504 if is_page:
             return "a gateway says so: does the server behind it run?"
-        case _ if wants_tls(said) and access.scheme == "http":
+        case _ if WANTS_TLS.search(said) and access.scheme == "http":
             return f"it speaks TLS: write https:// in {access.section}.url"
     return ""
 
 
 def _of_redirect(location: str, section: str) -> str:
     """Name no more of the new address than its place: the rest may hold what was sent."""
-    with contextlib.suppress(ValueError):
-        place = urlsplit(location)
-        if place.hostname is not None:
-            host = place.netloc.rpartition("@")[2]
-            return (
-                f"it redirects to {place.scheme or 'https'}://{host}: if that is the server, write it in {section}.url"
-            )
+    with contextlib.suppress(httpx.InvalidURL, ValueError):
+        url = httpx.URL(location)
+        if url.host:
+            place = f"{url.scheme or 'https'}://{url.netloc.decode()}"
+            return f"it redirects to {place}: if that is the server, write it in {section}.url"
     return f"it redirects to another path, perhaps to log in: give the server's own address in {section}.url"
 
 
@@ -93,13 +90,3 @@ def of_handshake(reason: str | None) -> str:
     if reason in OLD_TLS:
         return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
     return "is it http, not https?" if reason in NO_TLS else ""
-
-
-def refuses_key(status: int, said: str) -> bool:
-    """Return whether a 400 is about the key, for which there are 401 and 403."""
-    return status == 400 and WRONG_KEY.search(said) is not None
-
-
-def wants_tls(said: str) -> bool:
-    """Return whether a refusal says that plain HTTP arrived where the server expects TLS."""
-    return WANTS_TLS.search(said) is not None

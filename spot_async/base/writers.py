@@ -18,8 +18,9 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from spot_async.errors import ConfigError, DataError
 
@@ -75,7 +76,8 @@ def _fault(path: Path, *, is_last: bool, trusted: frozenset[int]) -> str | None:
     """
     found = path.lstat()
     mode = found.st_mode
-    shown = f"(mode {stat.S_IMODE(mode):04o}, owner {_user(found.st_uid)}, group {_group(found.st_gid)})"
+    owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
+    shown = f"(mode {stat.S_IMODE(mode):04o}, owner {owner}, group {group})"
     if found.st_uid not in trusted:
         return f"belongs to another user {shown}, who could change what is loaded: copy it"
     if stat.S_ISLNK(mode) or (not is_last and mode & stat.S_ISVTX):
@@ -118,15 +120,9 @@ def _trusted_users(stated: Sequence[str], own: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _user(user: int) -> str:
+def _name(find: Callable[[int], Sequence[Any]], number: int) -> str:
+    """Return the name of a user or group; its number where it has none here."""
     try:
-        return pwd.getpwuid(user).pw_name
+        return str(find(number)[0])
     except KeyError:
-        return str(user)
-
-
-def _group(group: int) -> str:
-    try:
-        return grp.getgrgid(group).gr_name
-    except KeyError:
-        return str(group)
+        return str(number)
