@@ -243,6 +243,7 @@ def test_names_of_others_and_of_before_lead_to_keys_that_exist():
     )
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
     known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
+    known |= {f"teacher.backend.{path}" for path in paths(registry.load("backends", "openai").Settings)}
     assert {each.here for of in KEYS for each in other_names()[of] if each.here} <= known
     assert {each.here for each in other_names()["training.lora"] if each.here} <= {*LoraConfig.model_fields}
 

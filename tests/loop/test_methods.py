@@ -206,7 +206,10 @@ async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_know
     assert sample.metrics["eopd/uncertain"] == pytest.approx(np.mean(np.abs(middle - 0.8) < 0.1), abs=1e-9)
 
 
-@pytest.mark.parametrize("selection", ["score", "random", "entropy", "earliest"])
+@pytest.mark.parametrize(
+    "selection",
+    ["score", "entropy", *(pytest.param(each, marks=pytest.mark.long) for each in ("random", "earliest"))],
+)
 def test_controls_choose_positions_without_asking_the_student(selection):
     run = simulated_run(make_policy(SpotPolicy, policy_context(run_seed=5), selection=selection))
     records = [sample.record for sample in run.samples]

@@ -17,6 +17,14 @@ from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, s
 VOCAB, POSITIONS, CANDIDATES, BUDGET, SERVED, RESPONSES = 600, 60, 16, 2, 250, 12
 NATS = (0.02, 0.05, 0.12)
 KINDS = ("rounded", "normal", "hidden")
+NOISE = pytest.mark.parametrize(  # each size and each kind once, and their other pairs in the long tests
+    ("nats", "kind"),
+    [
+        pytest.param(nats, kind, marks=[pytest.mark.long] * (size != number))
+        for size, nats in enumerate(NATS)
+        for number, kind in enumerate(KINDS)
+    ],
+)
 PARTS = ("entropy", "mass", "coverage", "divergence", "gap")
 
 
@@ -83,8 +91,7 @@ def certified(responses, served, noises):
     return certain, wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("nats", NATS)
+@NOISE
 def test_certain_selections_are_wrong_no_more_often_than_is_said(nats, kind, responses, computed_again):
     certain, wrong = certified(responses, computed_again(nats, kind), split(nats, POSITIONS))
     assert certain > 0
@@ -118,8 +125,7 @@ def test_near_ties_are_left_open_that_would_be_decided_wrongly_otherwise(nats, r
     assert decided_wrongly["as served"] > 0.1 * RESPONSES
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("nats", NATS)
+@NOISE
 def test_every_part_of_every_score_lies_in_its_interval(nats, kind, responses, computed_again):
     """The probability is that of any miss in a response, all positions and parts together."""
     for (_, student, scores, _), again in zip(responses, computed_again(nats, kind), strict=True):

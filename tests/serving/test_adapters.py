@@ -74,7 +74,7 @@ def adapted_engine(engine_for: Engines, base: Path, adapters: Any, **settings: A
     [
         ("qwen3", LORA),
         ("qwen2", LoraConfig(rank=16, alpha=4.0, targets="attention", rank_stabilised=True)),
-        ("llama", LoraConfig(rank=3, alpha=3.0, targets="mlp")),
+        pytest.param("llama", LoraConfig(rank=3, alpha=3.0, targets="mlp"), marks=pytest.mark.long),
     ],
 )
 def test_numbers_are_those_of_merged_weights(

@@ -217,10 +217,10 @@ def test_a_small_batch_is_warned_of():
     ("ended", "said"),
     [
         ("time", "--seconds ran out with 8 in flight: give more"),
-        ("requests", "--limit-requests ran out with 8 in flight: give more"),
+        pytest.param("requests", "--limit-requests ran out with 8 in flight: give more", marks=pytest.mark.long),
         ("throttled", "asked to be left alone above 8 in flight"),
         ("failed", "requests failed above 8 in flight"),
-        ("budget", "requests failed above 8 in flight"),
+        pytest.param("budget", "requests failed above 8 in flight", marks=pytest.mark.long),
     ],
 )
 def test_a_ramp_that_was_cut_short_changes_no_limit(ended, said):

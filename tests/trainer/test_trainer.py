@@ -114,8 +114,14 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(
         torch.testing.assert_close(found[name].double(), gradient, rtol=1e-4, atol=2e-6 * norm)
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        *(("qwen3_5", "none"), ("lfm2", "none"), ("falcon_h1", "fsdp2")),
+        *(pytest.param(name, "fsdp2", marks=pytest.mark.long) for name in ("qwen3_5", "lfm2")),
+        pytest.param("falcon_h1", "none", marks=pytest.mark.long),
+    ],
+)
 def test_students_with_recurrent_or_convolutional_layers_train_as_a_dense_reference_says(
     random_architecture: Callable[..., Path],
     make_trainer: MakeTrainer,
