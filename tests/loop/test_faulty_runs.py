@@ -148,6 +148,9 @@ def forget_to_close_requests(monkeypatch):
     monkeypatch.setattr(Stage, "_close", lambda stage, pending: stage.open.pop(pending))
 
 
+SHOWN_BY = {skip_an_evaluation: 29, forget_which_weights_sampled_which_tokens: 35}  # few others show these
+
+
 @pytest.mark.parametrize(
     ("noticed", "mutate"),
     [
@@ -168,5 +171,6 @@ def forget_to_close_requests(monkeypatch):
 )
 def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):
     mutate(monkeypatch)
-    found = next(error for seed in range(100) if (error := failure(seed)) is not None)
+    seeds = [SHOWN_BY.get(mutate, 0), *range(100)]  # the first one is enough, while seeds mean the same
+    found = next(error for seed in seeds if (error := failure(seed)) is not None)
     assert re.match(noticed, str(found)), found

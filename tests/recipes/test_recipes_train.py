@@ -51,7 +51,9 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
-SHOWN = ("gkd", "guided_prefix", "kdrl", "mopd", "opsd", "sdpo", "teacher_average")  # one of each kind; others are long
+# Two models write, one writes a beginning, groups have rewards, groups show each other. Others are long: runs with
+# several teachers are in `running/test_routed_teachers.py` and `running/test_several_teachers.py` too.
+SHOWN = ("gkd", "guided_prefix", "kdrl", "sdpo")
 SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
 # Their lines are those of kdrl, opsd and exopd, weighted or clipped.
 ALIKE = ("paced", "pw_opsd", "reopold", "rlsd")
