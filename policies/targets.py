@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.terms import renormalised
+from spot_async.terms import renormalised, value_variance
 from spot_async.types import Float64Array, Generation, Int64Array, Judgement, Verdict
 
 
@@ -84,17 +84,8 @@ class Branch:
 
     @property
     def value_variance(self) -> float | None:
-        """An unbiased estimate of the variance of the candidates' values under the prior, which may be negative.
-
-        The noise of the probes looks like differences between candidates, and is taken off. One probe does not show its
-        own noise, so there is none unless each candidate has two with evidence.
-        """
-        rewards = [outcome_rewards(judgements) for judgements in self.judgements]
-        if self.values is None or min(map(len, rewards)) < 2:
-            return None
-        noise = np.array([np.var(each, ddof=1) / len(each) for each in rewards])
-        measured = self.prior @ (self.values - self.prior @ self.values) ** 2
-        return float(measured - (self.prior * (1.0 - self.prior)) @ noise)
+        """An estimate of the variance of the candidates' values under the prior; None where the probes show none."""
+        return value_variance(self.prior, [outcome_rewards(judgements) for judgements in self.judgements])
 
 
 def outcome_rewards(judged: Iterable[Judgement | Verdict]) -> list[float]:

@@ -6,6 +6,7 @@ student in training is computed by the trainer. docs/methods.md has the algebra.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,21 @@ def renormalised(logprobs: npt.ArrayLike) -> Float64Array:
     values = np.asarray(logprobs, dtype=np.float64)
     weights = np.exp(values - values.max(axis=-1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def value_variance(prior: Float64Array, rewards: Sequence[Sequence[float]]) -> float | None:
+    """Return an unbiased estimate of the variance of the candidates' values under the prior, which may be negative.
+
+    `prior` (k,) sums to 1, and `rewards` has the outcomes of each candidate. The noise of the probes looks like
+    differences between candidates, and is taken off. One probe does not show its own noise, so there is none unless
+    each candidate has two with evidence.
+    """
+    if min(map(len, rewards)) < 2:
+        return None
+    values = np.array([sum(each) / len(each) for each in rewards])
+    noise = np.array([np.var(each, ddof=1) / len(each) for each in rewards])
+    measured = prior @ (values - prior @ values) ** 2
+    return float(measured - (prior * (1.0 - prior)) @ noise)
 
 
 def row_bytes(k: int, *, has_baselines: bool = False) -> int:

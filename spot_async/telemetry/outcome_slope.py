@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,13 +91,23 @@ def outcome_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
     Empty where no teacher scored the student's tokens, or nothing has a verdict.
     """
+    return figures_by_teacher(each for sample in samples for each in opinions_of(sample))
+
+
+def opinions_of(sample: Sample) -> Iterator[tuple[str, Opinion]]:
+    """Yield what each teacher thinks of a sample, with what the teacher's figures begin with."""
+    several = sample.record.get("teachers")
+    teachers = several if isinstance(several, dict) else {str(sample.record.get("teacher") or ""): sample.record}
+    for name, said in teachers.items():
+        if (found := opinion(sample.record, said)) is not None:
+            yield teacher_area(name), found
+
+
+def figures_by_teacher(given: Iterable[tuple[str, Opinion]]) -> dict[str, float]:
+    """Return `outcome_metrics` of what `opinions_of` yields of each sample."""
     by_teacher: defaultdict[str, list[Opinion]] = defaultdict(list)
-    for sample in samples:
-        several = sample.record.get("teachers")
-        teachers = several if isinstance(several, dict) else {str(sample.record.get("teacher") or ""): sample.record}
-        for name, said in teachers.items():
-            if (found := opinion(sample.record, said)) is not None:
-                by_teacher[teacher_area(name)].append(found)
+    for area, found in given:
+        by_teacher[area].append(found)
     metrics: dict[str, float] = {}
     for area, opinions in sorted(by_teacher.items()):
         metrics |= figures(opinions, area)
@@ -137,13 +147,23 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     metrics = {f"{area}/{name}_responses": count for name, count in counts.items()}
     for name, (amounts, units) in parts.items():
         if units.any():
-            metrics[f"{area}/{name}"] = value = float(amounts.sum() / units.sum())
             # Of a problem's responses none is independent of the others, so the error is over problems.
-            residuals, n = np.bincount(problem, amounts - value * units), len(np.unique(problem[units > 0]))
-            if n > 1:
-                error = math.sqrt(residuals @ residuals * n / (n - 1)) / units.sum()
-                metrics[f"{area}/{name}_standard_error"] = float(error)
+            metrics[f"{area}/{name}"], error = ratio_with_error(amounts, units, problem)
+            if error is not None:
+                metrics[f"{area}/{name}_standard_error"] = error
     return metrics
+
+
+def ratio_with_error(amounts: Float64Array, units: Float64Array, group: Int64Array) -> tuple[float, float | None]:
+    """Return the sum of amounts (N,) over that of units (N,), which is not 0, and its standard error over groups (N,).
+
+    There is no error where a single group has all units.
+    """
+    value = float(amounts.sum() / units.sum())
+    residuals, n = np.bincount(group, amounts - value * units), len(np.unique(group[units != 0]))
+    if n < 2:
+        return value, None
+    return value, float(math.sqrt(residuals @ residuals * n / (n - 1)) / units.sum())
 
 
 def _centred(values: Float64Array, group: Int64Array) -> Float64Array:

@@ -22,7 +22,7 @@ from spot_async.run_directory.reading import RunFiles
 from spot_async.running.summary import TrainOutcome
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import IterationWarning
-from spot_async.telemetry.outcome_slope import OutcomeHistory, outcome_metrics, outcome_words
+from spot_async.telemetry.outcome_slope import OutcomeHistory, outcome_metrics, outcome_words, ratio_sums
 from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
@@ -239,6 +239,15 @@ def test_errors_are_those_of_redrawn_batches(responses):
         errors.append(found["teacher/outcome_slope_standard_error"])
     assert {name: 0.9 < np.mean(each) < 0.99 for name, each in held.items()} == dict.fromkeys(names, True)
     assert np.mean(np.square(errors)) == pytest.approx(np.var(values), rel=0.25)
+
+
+def test_ratios_are_summed_over_tokens_that_both_models_know_and_capped_ones_are_counted():
+    teacher = np.array([np.log(0.5), np.log(0.9), np.nan, -np.inf, np.log(0.2)], np.float32)
+    student = np.log(np.array([0.25, 0.01, 0.5, 0.5, 0.2], np.float32))
+    found = ratio_sums(teacher, student)
+    assert (found.tokens, found.agreed, found.capped) == (3, 1, 1)
+    assert found.excess == pytest.approx(2.0 + 10.0 + 1.0 - 3)
+    assert found.log_ratio == pytest.approx(np.log(2.0 * 90.0))
 
 
 def test_agreement_counts_tokens_by_verdict():
