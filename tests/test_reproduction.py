@@ -2,17 +2,17 @@
 
 import importlib
 import json
+import re
 import sys
+import tarfile
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from spot_async.config.loading import load_config
-from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedCandidate, ProbedPosition
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = ROOT / "experiments" / "mechanism"
@@ -106,20 +106,33 @@ def test_the_bootstrap_has_the_error_of_both_problems_and_seeds(plan):
     [("running-sum", "a19b-2c-6d+8", ("one ", "two ", "three "), "easy"), ("choice", "7caf", ("W", "X", "Y"), "a")],
 )
 def test_the_gain_observed_is_that_of_choices_on_the_values_that_were_measured(plan, setting, problem, tokens, place):
-    rows = importlib.import_module("rows")
+    rows, forecasts = importlib.import_module("rows"), importlib.import_module("forecasts")
     candidates = [
-        ProbedCandidate(token=token, teacher=0.3, prior=0.3, correct=correct, judged=8)
+        forecasts.ProbedCandidate(token=token, token_id=0, correct=correct, judged=8)
         for token, correct in zip((*tokens, "a"), (1, 2, 6, 8), strict=True)
     ]
-    position = ProbedPosition(position=7, sampled=tokens[1], candidates=candidates)
-    prompt = MeasuredPrompt(
-        problem_id="p", tier="easy", prompt_tokens=4, rollout_tokens=[9], outcomes=[1.0], positions=[position],
-        probe_requests=4, probe_tokens=9,
-    )  # fmt: skip
+    position = forecasts.ProbedPosition(position=7, sampled=tokens[1], candidates=candidates)
+    prompt = forecasts.MeasuredPrompt(
+        problem_id="p", tier="easy", prompt_tokens=4, prompt_ids=[], response_ids=[], positions=[position]
+    )
     measured = plan.decisions(rows.SETTINGS[setting], prompt, problem)
     worst, best = tokens[0].strip(), tokens[2].strip()
     opd, row = ({"choices": {"10": {place: shares}}} for shares in ({worst: 4}, {worst: 2, best: 2}))
     assert plan.observed_gain(measured, row, opd) == pytest.approx((6 - 1) / 8 / 2)
+
+
+@pytest.mark.parametrize(("archive", "settings"), [("records", 3), ("part-three", 4)])
+def test_stored_forecasts_are_read(plan, tmp_path, archive, settings):
+    rows, forecasts = importlib.import_module("rows"), importlib.import_module("forecasts")
+    with tarfile.open(EXPERIMENT / "results" / f"{archive}.tar.gz") as file:
+        names = [each for each in file.getmembers() if re.fullmatch(r"forecasts/.*\.json", each.name)]
+        file.extractall(tmp_path, names, filter="data")
+    part = rows.PART_TWO if archive == "records" else rows.PART_THREE
+    of_settings = [forecasts.read_forecast(tmp_path, each.name) for each in part]
+    assert all(each.prompts for each in of_settings)
+    of_rows = [forecasts.read_forecast(tmp_path, each.name, row.name) for each in part for row in each.rows]
+    assert sum(each is not None for each in of_rows) == len(names) - settings
+    assert forecasts.read_forecast(tmp_path, "nothing") is None
 
 
 def test_accuracy_is_gained_a_decision(plan):
@@ -132,7 +145,7 @@ def test_accuracy_is_gained_a_decision(plan):
 
 
 def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
-    values = importlib.import_module("values")
+    values, forecasts = importlib.import_module("values"), importlib.import_module("forecasts")
     student = EXPERIMENT / "relay" / "student"
     prompt_ids, response_ids = [3, 9, 8], [30, 18, 5, 10]
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
@@ -147,18 +160,14 @@ def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
             chances[list(correct)].sum()
         )
         candidates = [
-            ProbedCandidate(token="", token_id=token, teacher=0.3, prior=0.3, correct=right, judged=8)
+            forecasts.ProbedCandidate(token="", token_id=token, correct=right, judged=8)
             for token, right in correct.items()
         ]
-        positions.append(ProbedPosition(position=position, sampled="W", candidates=candidates))
-    prompt = MeasuredPrompt(
-        problem_id="p", prompt_tokens=3, prompt_ids=prompt_ids, response_ids=response_ids, rollout_tokens=[4],
-        outcomes=[1.0], positions=positions, probe_requests=6, probe_tokens=9,
-    )  # fmt: skip
+        positions.append(forecasts.ProbedPosition(position=position, sampled="W", candidates=candidates))
+    prompt = forecasts.MeasuredPrompt(
+        problem_id="p", prompt_tokens=3, prompt_ids=prompt_ids, response_ids=response_ids, positions=positions
+    )
     assert values.decision_value(student, [prompt]) == pytest.approx(expected / 2, abs=1e-6)
-    without_tokens = msgspec.structs.replace(prompt, prompt_ids=[])
-    with pytest.raises(ValueError, match="make it anew"):
-        values.decision_value(student, [without_tokens])
 
 
 def test_a_relay_students_facts_and_methods_are_those_measured_when_it_was_made(plan):

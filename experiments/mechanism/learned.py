@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from forecasts import Figures, Forecast, read_forecast
 from rows import RELAY, ROOT, SETTINGS, Sample, Setting
 from tables import OPD, mean_of, read_problems, with_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from values import decision_value
-
-from spot_async.tools.forecast.command import read_forecast
-from spot_async.tools.forecast.forecast import Forecast
 
 CONTEXTS = 1_000  # solutions of three steps
 
@@ -64,6 +62,13 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
     return dict(sorted(found.items()))
 
 
+def forecast_of(directory: Path, setting: Setting) -> Forecast:
+    file = read_forecast(directory, setting.name)
+    if file is None:
+        sys.exit(f"{directory / 'forecasts'}: has no {setting.name}.json: README.md says where it is kept")
+    return file
+
+
 def value_table(
     directory: Path, setting: Setting, runs: Mapping[str, Mapping[int, Path]]
 ) -> tuple[list[str], list[tuple[float, float, float]]]:
@@ -71,7 +76,7 @@ def value_table(
 
     Beside the table: the gain predicted, that with the probes made, and the gain observed, of each row that has them.
     """
-    measured = read_forecast(directory / "forecasts" / f"{setting.name}.json").measurement.prompts
+    measured = forecast_of(directory, setting).prompts
     values = {row: {seed: decision_value(run / "student", measured) for seed, run in seeds.items()}
               for row, seeds in runs.items()}  # fmt: skip
     base = decision_value(ROOT / setting.student, measured)
@@ -85,12 +90,11 @@ def value_table(
     for row, of_seeds in values.items():
         common = [of_seeds[seed] - values[OPD][seed] for seed in of_seeds if seed in values.get(OPD, {})]
         gained = with_error(*mean_of(common)) if common and row != OPD else ""
-        file = directory / "forecasts" / f"{setting.name}-{row.replace(' ', '-')}.json"
-        forecast = read_forecast(file).forecast if file.exists() else None
+        file = read_forecast(directory, setting.name, row)
         said = ["", ""]
-        if forecast is not None and (predicted := forecast.figures["settled_gain"]) is not None:
+        if file is not None and (predicted := file.forecast.figures["settled_gain"]) is not None:
             samples = [each for run in runs[row].values() for look in read_samples(run).values() for each in look]
-            with_probes = gain_with_probes(forecast, probed_share(setting, samples))
+            with_probes = gain_with_probes(file.forecast, probed_share(setting, samples))
             said = [with_error(predicted.value, predicted.standard_error), f"{100 * with_probes:.1f}"]
             if common:
                 pairs.append((predicted.value, with_probes, float(np.mean(common))))
@@ -105,7 +109,7 @@ def probed_share(setting: Setting, samples: Sequence[Sample]) -> float:
     return probed_choices(setting, samples)[1] / made
 
 
-def gain_with_probes(forecast: Forecast, share: float) -> float:
+def gain_with_probes(forecast: Figures, share: float) -> float:
     """Return the gain where the losses settle if the branch loss sees only this share of the choices."""
     gain, weight = forecast.figures["gain"], forecast.figures["branch_weight"]
     assert gain is not None
@@ -128,7 +132,7 @@ def is_choice(setting: Setting, sample: Sample, branch: Mapping[str, Any]) -> bo
 def probes_table(directory: Path, setting: Setting, runs: Mapping[str, Mapping[int, Path]]) -> list[str]:
     """Return the share of probed positions that are choices: before training, at the first looks and at the last."""
     problems = {each["id"]: each["problem"] for each in read_problems(setting.train)}
-    prompts = read_forecast(directory / "forecasts" / f"{setting.name}.json").measurement.prompts
+    prompts = forecast_of(directory, setting).prompts
     at_start = [
         setting.place_of(each.position, problems[prompt.problem_id], prompt.tier or "") is not None
         and each.sampled.strip() in setting.choices

@@ -39,12 +39,6 @@ class Row:
     prompts: int = BATCH  # of an iteration
     seeds: int = FEW_SEEDS
 
-    @property
-    def is_forecast(self) -> bool:
-        """Whether `spot-async forecast` says what it will gain: SPOT with its own selection and outcomes."""
-        others = {f"policy.{key}" for key in ("kind", "selection", "shuffle_outcomes", "verifier_guidance", "baseline")}
-        return self.keys.get("policy.gamma", 1.0) != 0.0 and not others & self.keys.keys()
-
 
 Sample = Mapping[str, Any]
 
@@ -62,7 +56,6 @@ class Setting:
     read_choices: Callable[[Sample], Iterator[tuple[str, str]]]  # of a response: what the choice depends on, the choice
     place_of: Callable[[int, str, str], str | None]  # what the choice at a position of a response depends on
     evaluation: Mapping[str, object] = field(default_factory=dict)
-    forecast: Sequence[str] = ("--prompts", "200")  # arguments of the forecast that measures; none: no forecast
     model: str = ""  # the untrained student, if it has another name in its folder
 
     @property
@@ -192,8 +185,6 @@ def pilot_rows(beta: float) -> tuple[Row, ...]:
 
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
 WIDE = f"{RELAY}/data/heldout-wide.jsonl"
-GAMMA = "policy.gamma=1.0"  # as the plan has it; the quickstart ships another
-PROBES_ANYWHERE = ("--prompts", "400", GAMMA, "policy.selection=random", "policy.positions=8", "--probes", "4")
 PART_TWO = (
     Setting(
         "choice", f"{RELAY}/choice.yaml", RELAY, WIDE, CHOICE_ROWS,
@@ -206,13 +197,12 @@ PART_TWO = (
     Setting(
         "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
         SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
-        ("--prompts", "200", GAMMA),
     ),
 )  # fmt: skip
 CHOICE, KNOWLEDGE, RUNNING_SUM = PART_TWO
 SELF = replace(KNOWLEDGE, config=f"{RELAY}/self.yaml", model=f"{RELAY}/reader")
 PART_THREE = tuple(
-    replace(setting, name=f"where-{name}", rows=rows, forecast=PROBES_ANYWHERE)
+    replace(setting, name=f"where-{name}", rows=rows)
     for name, setting, rows in (
         ("choice", CHOICE, rule_rows()),
         ("knowledge", KNOWLEDGE, rule_rows()),
@@ -221,7 +211,7 @@ PART_THREE = tuple(
     )
 )
 PILOT = tuple(
-    replace(setting, name=f"pilot-{name}", rows=pilot_rows(beta), forecast=(), wide="")
+    replace(setting, name=f"pilot-{name}", rows=pilot_rows(beta), wide="")
     for name, setting, beta in (
         ("choice", CHOICE, 1.0),
         ("knowledge", KNOWLEDGE, 1.0),

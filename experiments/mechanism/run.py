@@ -30,7 +30,6 @@ from rows import ALL_SEEDS, FIRST_SEED, PARTS, PILOT_SEEDS, ROOT, SETTINGS, Row,
 from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
-WORTH = ("--worth", "0.01")  # as registered
 WIDE_SAMPLES = 64  # for the curves of Pass@k
 
 
@@ -155,23 +154,6 @@ def measure_base(setting: Setting, directory: Path, *, extra: list[str]) -> None
     write_record(record, {"evaluation": counts(figures), "wide": wide})
 
 
-def forecast(setting: Setting, directory: Path, *, extra: list[str]) -> None:
-    """Forecast SPOT from the untrained student, once for each row that probes: what the runs are held against."""
-    if not setting.forecast:
-        return
-    forecasts = directory / "forecasts"
-    forecasts.mkdir(parents=True, exist_ok=True)
-    measured = forecasts / f"{setting.name}.json"
-    command = ["forecast", setting.config, *WORTH]
-    if not measured.exists():
-        call([*command, *setting.forecast, "-o", str(measured), *extra], measured.with_suffix(".log"))
-    for row in setting.rows:
-        path = forecasts / f"{setting.name}-{row.name.replace(' ', '-')}.json"
-        if row.is_forecast and not path.exists():
-            of_row = [*command, *overrides(row.keys), "--from", str(measured), "-o", str(path), *extra]
-            call(of_row, path.with_suffix(".log"))
-
-
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".partial")
@@ -216,7 +198,6 @@ def main() -> None:
 
     if not given.tables:
         with ThreadPoolExecutor(given.at_once) as pool:
-            list(pool.map(lambda each: forecast(each, directory, extra=given.set), settings))
             list(pool.map(lambda each: measure_base(each, directory, extra=given.set), settings))
             list(pool.map(job, jobs))
     (write_pilot if given.part == "pilot" else write_tables)(directory, settings)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from forecasts import MeasuredPrompt, read_forecast
 from rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
-from spot_async.tools.forecast.command import read_forecast
-from spot_async.tools.forecast.measurement import MeasuredPrompt
 
 DRAWS = 10_000
 LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken
@@ -192,8 +191,8 @@ def first_order_table(directory: Path, rows_of: Mapping[str, Mapping[str, Mappin
     first = len(lines)
     for setting in (each.setting for each in HYPOTHESES if each.less == BASE and each.setting in rows_of):
         rows = rows_of[setting]
-        path = directory / "forecasts" / f"{setting}.json"
-        gain = read_forecast(path).forecast.figures.get("opd_gain") if path.exists() else None
+        file = read_forecast(directory, setting)
+        gain = None if file is None else file.forecast.figures.get("opd_gain")
         if gain is None or OPD not in rows or BASE not in rows:
             continue
         reached = [
@@ -283,11 +282,10 @@ def measured_decisions(
     directory: Path, setting: Setting, problems: Mapping[str, str]
 ) -> list[tuple[str, dict[str, float]]]:
     """Return all decisions that the setting's forecast measured; none without a forecast."""
-    path = directory / "forecasts" / f"{setting.name}.json"
-    if not path.exists():
+    file = read_forecast(directory, setting.name)
+    if file is None:
         return []
-    prompts = read_forecast(path).measurement.prompts
-    return [each for prompt in prompts for each in decisions(setting, prompt, problems[prompt.problem_id])]
+    return [each for prompt in file.prompts for each in decisions(setting, prompt, problems[prompt.problem_id])]
 
 
 def calibration(
@@ -297,11 +295,10 @@ def calibration(
     found = []
     measured = measured_decisions(directory, setting, problems)
     for row in setting.rows:
-        path = directory / "forecasts" / f"{setting.name}-{row.name.replace(' ', '-')}.json"
+        file = read_forecast(directory, setting.name, row.name)
         seeds = sorted(set(rows.get(row.name, {})) & set(rows.get(OPD, {})))
-        if not path.exists() or not seeds:
+        if file is None or not seeds:
             continue
-        file = read_forecast(path)
         predicted = file.forecast.figures["settled_gain"]
         if predicted is None:
             continue

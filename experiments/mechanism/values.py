@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from forecasts import MeasuredPrompt, ProbedPosition
 from transformers import AutoModelForCausalLM
-
-from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedPosition
 
 
 def decision_value(model: Path, prompts: Sequence[MeasuredPrompt]) -> float:
     """Return the mean over measured positions of sum_v pi(v) s(v), in float64.
 
     `pi` is the model's distribution at the position, normalised over the candidates, and `s` their share of correct
-    probes. Raises ValueError if the forecast is of a version that kept no tokens.
+    probes.
     """
-    if any(prompt.positions and not prompt.prompt_ids for prompt in prompts):
-        raise ValueError("the forecast has no tokens: an earlier version made it; make it anew")
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     worth = []
     with torch.inference_mode():
