@@ -1,4 +1,4 @@
-"""Measures memory and speed of the trainer on a GPU at Qwen3's sizes, beside the estimates of `tools/check`.
+"""Measures memory and speed of the trainer on a GPU at Qwen3's sizes, beside the estimates of `models/footprint`.
 
     python benchmarks/gpu_training.py 0.6b 1.7b 4b/recompute_layers=true
 
@@ -124,8 +124,8 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, An
 
     `keys` are of `training`, and `trajectories`.
     """
+    from spot_async.models.footprint import trainer_memory
     from spot_async.models.model_size import read_size
-    from spot_async.tools.check.memory import trainer_memory
     from spot_async.trainer.messages import Batch
 
     keys = dict(keys)

@@ -21,7 +21,8 @@ from spot_async.errors import ConfigError
 from spot_async.models.files import read_model
 from spot_async.models.model_size import size_of
 from spot_async.run_directory.layout import name_of
-from spot_async.tools.check import memory
+from spot_async.tools.check import requirements
+from spot_async.tools.check.requirements import machine_memory
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
@@ -260,7 +261,7 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
 @pytest.fixture
 def real_sizes(monkeypatch):
     """The stand-ins count as models of the real sizes."""
-    for module in (memory, device_shares):
+    for module in (requirements, device_shares):
         monkeypatch.setattr(module, "read_size", lambda directory: size_of(SHAPES[directory.name]))
 
 
@@ -269,11 +270,11 @@ def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would
     def estimate(*overrides):
         recipe = f"table1/qwen3-{size}-spot.yaml"
         config = load_config(with_servers(tmp_path, recipe, "lora.yaml"), [*here(recipe), *overrides])
-        return memory.machine_memory(config, plan_training(config))
+        return machine_memory(config, plan_training(config))
 
     assert [(each.device, each.size) for each in estimate().devices] == [(0, 80)]
-    assert memory.misfits(estimate()) == []
-    too_much = memory.misfits(estimate("training.lora=null"))
+    assert estimate().misfits() == []
+    too_much = estimate("training.lora=null").misfits()
     assert (too_much != []) == (size != "0.6b")
 
 
@@ -281,9 +282,9 @@ def test_lora_lies_over_vllm_as_well(tmp_path, real_sizes):
     interpreters = [f"{role}.backend.launch.python=.venv-vllm/bin/python" for role in ("student", "teacher")]
     recipe = "table1/qwen3-1.7b-spot.yaml"
     config = load_config(with_servers(tmp_path, recipe, "vllm.yaml", "lora.yaml"), [*here(recipe), *interpreters])
-    estimate = memory.machine_memory(config, plan_training(config))
+    estimate = machine_memory(config, plan_training(config))
     assert [each.device for each in estimate.devices] == [0]
-    assert memory.misfits(estimate) == []
+    assert estimate.misfits() == []
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_
 ):
     def warnings(*overrides):
         config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])
-        return memory.misfits(memory.machine_memory(config, plan_training(config)))
+        return machine_memory(config, plan_training(config)).misfits()
 
     assert warnings() == []
     (whole,) = warnings("training.sharding=none")

@@ -51,6 +51,12 @@ def rough_time(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def shown_size(number: int) -> str:
+    """Return `12.3 MB` for a number of bytes."""
+    size, unit = next((each for each in ((1e9, "GB"), (1e6, "MB")) if number >= each[0]), (1e3, "kB"))
+    return f"{number / size:,.1f} {unit}"
+
+
 def shortened(text: str, characters: int) -> str:
     """Return the text's first `characters`, with an ellipsis if there are more."""
     return text if len(text) <= characters else f"{text[:characters]}…"

@@ -12,67 +12,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from spot_async.base.processes.gpus import VISIBLE, gpu_memory, has_instances, named_gpus
-from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig, as_list
+from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig, TrainingConfig, as_list
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.footprint import GIB, WORKSPACE_GIB, ServerOnDevice, named, taken_together_gib
 from spot_async.models.hub import local_path
 from spot_async.models.model_size import ModelSize, read_size
 from spot_async.models.small_files import CONFIG_FILE, read_json
 from spot_async.models.weight_files import weight_files
 
-GIB = float(1 << 30)
 SERVER_FRACTION = 0.9  # about the share of a device that servers take by default
-CONTEXT_GIB = 0.8  # of each process on a device: CUDA, libraries, NCCL
-GRAPHS_GIB = 1.2  # of a server, also while it sleeps: CUDA graphs, which lie outside what it frees
-ACTIVATIONS_GIB = 1.0  # of a server, besides weights and cache
-WORKSPACE_GIB = CONTEXT_GIB + GRAPHS_GIB + ACTIVATIONS_GIB
 TRAINER = "trainer"
-
-
-@dataclass(frozen=True)
-class ServerOnDevice:
-    """A server's part of one device."""
-
-    role: str
-    name: str
-    device: int
-    device_gib: float
-    fraction: float  # of the device: what it takes in all
-    taken_gib: float  # what it takes besides its cache: weights and workspace
-    token_bytes: float  # what its cache takes for one token
-    sleeps: bool  # whether it sleeps while the trainer trains
-    in_shifts: bool = False  # whether it sleeps while others of its kind answer
-
-    @property
-    def gib(self) -> float:
-        return self.fraction * self.device_gib
-
-    @property
-    def cache_gib(self) -> float:
-        return self.gib - self.taken_gib
-
-    @property
-    def cache_tokens(self) -> float:
-        """How many tokens' keys and values it holds at once."""
-        return max(0.0, self.cache_gib * GIB / self.token_bytes)
-
-    @property
-    def asleep_gib(self) -> float:
-        """What it takes while the trainer trains."""
-        return CONTEXT_GIB + GRAPHS_GIB if self.sleeps else self.gib
-
-
-def taken_together_gib(servers: Sequence[ServerOnDevice], *, training: bool = False) -> float:
-    """Return what servers take of their device at once. Of those that answer in shifts one is awake."""
-    taken = [(each.asleep_gib if training else each.gib, each.in_shifts) for each in servers]
-    asleep_gib = CONTEXT_GIB + GRAPHS_GIB
-    awake_gib = max((gib - asleep_gib for gib, in_shifts in taken if in_shifts), default=0.0)
-    return sum(asleep_gib if in_shifts else gib for gib, in_shifts in taken) + awake_gib
 
 
 def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> float:
@@ -107,8 +61,17 @@ def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> flo
 def shared_out(served: Mapping[str, ModelConfig], cluster: ClusterConfig) -> dict[str, ModelConfig]:
     """Return the models with the size of the cache of each server that has a share of a device (`launch.cache_gib`)."""
     _check_fractions(served)
-    total = device_gib(cluster, served)
-    return {role: _shared_out(role, model, total) for role, model in served.items()}
+    parts = {(each.role, each.name): each for each in servers_on_devices(served, device_gib(cluster, served))}
+    found = dict(served)
+    for role, model in served.items():
+        launches = as_list(getattr(model.backend, "launch", None))
+        servers = zip(model.backend.servers(), launches, strict=False)  # one at a url has no launch
+        sized = [_with_cache(launch, parts.get((role, each.server_name(role)))) for each, launch in servers]
+        if sized != launches:
+            launch = sized if isinstance(getattr(model.backend, "launch", None), list) else sized[0]
+            backend = model.backend.model_copy(update={"launch": launch})
+            found[role] = model.model_copy(update={"backend": backend})
+    return found
 
 
 def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
@@ -116,11 +79,10 @@ def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
 
     A backend's own settings check this for the servers of one role.
     """
-    sharing: dict[str, list[tuple[str, str, float | None]]] = {}
-    for role, model in served.items():
-        for name, launch in _numbered(role, model):
-            for device in launch.devices.split(","):
-                sharing.setdefault(device.strip(), []).append((role, name, launch.memory_fraction))
+    sharing: dict[int, list[tuple[str, str, float | None]]] = {}
+    for role, name, launch in _numbered(served):
+        for device in map(int, device_names(launch)):
+            sharing.setdefault(device, []).append((role, name, launch.memory_fraction))
     for device, here in sharing.items():
         shares = [(1.0 if share is None else share, answers_in_shifts(served[role])) for role, _, share in here]
         total = sum(share for share, in_shifts in shares if not in_shifts)
@@ -133,43 +95,28 @@ def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
             )
 
 
-def _shared_out(role: str, model: ModelConfig, total_gib: float) -> ModelConfig:
-    launches = as_list(getattr(model.backend, "launch", None))
-    if not any(_has_share(each) for each in launches) or (size := read_size(Path(local_path(model.model)))) is None:
-        return model
-    sized = []
-    for each in launches:
-        if _has_share(each):
-            cache = each.memory_fraction * total_gib - taken_gib(Path(local_path(model.model)), size, each)
-            if cache <= 0:
-                raise ConfigError(_too_small(role, each, total_gib, cache))
-            each = each.model_copy(update={"cache_gib": cache})
-        sized.append(each)
-    launch = sized if isinstance(getattr(model.backend, "launch", None), list) else sized[0]
-    backend = model.backend.model_copy(update={"launch": launch})
-    return model.model_copy(update={"backend": backend})
+def _with_cache(launch: Any, part: ServerOnDevice | None) -> Any:
+    """Return a server's settings with the size of its cache, unless that is stated or cannot be known here."""
+    if part is None or launch.memory_fraction is None or launch.cache_gib is not None:
+        return launch
+    if part.cache_gib <= 0:
+        raise ConfigError(
+            f"{part.role}.backend.launch.memory_fraction={part.fraction:g} is {part.gib:.1f} of {part.device_gib:.1f} "
+            f"GiB, and the server's weights and workspace take {part.taken_gib:.1f}: give it more than "
+            f"{part.taken_gib / part.device_gib:.2f}, or more devices (tensor_parallel_size)"
+        )
+    return launch.model_copy(update={"cache_gib": part.cache_gib})
 
 
-def _too_small(role: str, launch: Any, total_gib: float, cache_gib: float) -> str:
-    share = launch.memory_fraction * total_gib
-    return (
-        f"{role}.backend.launch.memory_fraction={launch.memory_fraction:g} is {share:.1f} of {total_gib:.1f} GiB, and "
-        f"the server's weights and workspace take {share - cache_gib:.1f}: give it more than "
-        f"{(share - cache_gib) / total_gib:.2f}, or more devices (tensor_parallel_size)"
-    )
-
-
-def _has_share(launch: Any) -> bool:
-    """Whether the size of the server's cache is to be computed."""
-    return _is_numbered(launch) and launch.memory_fraction is not None and launch.cache_gib is None
+def device_names(launch: Any) -> list[str]:
+    """Return the devices that the settings of a server name which is started here; empty if they name none."""
+    devices = None if launch is None or launch.is_elsewhere else getattr(launch, "devices", None)
+    return [] if devices is None else [each.strip() for each in devices.split(",")]
 
 
 def _is_numbered(launch: Any) -> bool:
-    """Whether a server runs here and names its devices by number."""
-    devices = getattr(launch, "devices", None)
-    if devices is None or launch.is_elsewhere:
-        return False
-    return all(each.strip().isdecimal() for each in devices.split(","))
+    names = device_names(launch)
+    return names != [] and all(map(str.isdecimal, names))
 
 
 def taken_gib(directory: Path, size: ModelSize, launch: Any) -> float:
@@ -190,52 +137,50 @@ def weight_bytes(directory: Path, size: ModelSize, dtype: str = "auto") -> int:
 
 def on_named_devices(served: Mapping[str, ModelConfig]) -> Iterator[str]:
     """Yield a line for each server that names devices, such as an instance of MIG, and so is in no estimate."""
-    for role, model in served.items():
-        for each in model.backend.servers():
-            launch = getattr(each, "launch", None)
-            devices = None if launch is None or launch.is_elsewhere else getattr(launch, "devices", None)
-            if devices is not None and not _is_numbered(launch):
-                yield (
-                    f"{each.server_name(role)} is in no estimate, and sizes its cache by itself: the memory of "
-                    f"{devices} is not known; number its devices within {VISIBLE}, and set cluster.device_gib"
-                )
+    for _, name, launch in _launched(served):
+        if device_names(launch) and not _is_numbered(launch):
+            yield (
+                f"{name} is in no estimate, and sizes its cache by itself: the memory of {launch.devices} is not "
+                f"known; number its devices within {VISIBLE}, and set cluster.device_gib"
+            )
 
 
 def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> list[ServerOnDevice]:
     """Return each server's part of each numbered device. Models of unknown size are left out."""
     found = []
-    for role, model in served.items():
-        directory = Path(local_path(model.model))
-        size = read_size(directory)
-        for name, launch in _numbered(role, model):
-            if size is None:
-                continue
-            taken, fraction = taken_gib(directory, size, launch), launch.memory_fraction or SERVER_FRACTION
-            if launch.cache_gib is not None:
-                fraction = (taken + launch.cache_gib) / total_gib
-            found += [
-                ServerOnDevice(
-                    role,
-                    name,
-                    int(device),
-                    total_gib,
-                    fraction,
-                    taken,
-                    size.cache_bytes_on(launch.tensor_parallel_size),
-                    sleeps_while_training(model),
-                    answers_in_shifts(model),
-                )
-                for device in launch.devices.split(",")
-            ]
+    for role, name, launch in _numbered(served):
+        directory = Path(local_path(served[role].model))
+        if (size := read_size(directory)) is None:
+            continue
+        taken, fraction = taken_gib(directory, size, launch), launch.memory_fraction or SERVER_FRACTION
+        if launch.cache_gib is not None:
+            fraction = (taken + launch.cache_gib) / total_gib
+        found += [
+            ServerOnDevice(
+                role,
+                name,
+                int(device),
+                total_gib,
+                fraction,
+                taken,
+                size.cache_bytes_on(launch.tensor_parallel_size),
+                sleeps_while_training(served[role]),
+                answers_in_shifts(served[role]),
+            )
+            for device in device_names(launch)
+        ]
     return found
 
 
-def _numbered(role: str, model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the name and launch settings of each server that names its devices by number."""
-    servers: Sequence[BackendSettings] = model.backend.servers()
-    for each in servers:
-        if _is_numbered(launch := getattr(each, "launch", None)):
-            yield each.server_name(role), launch
+def _numbered(served: Mapping[str, ModelConfig]) -> Iterator[tuple[str, str, Any]]:
+    """Yield role, name and launch settings of each server that names its devices by number."""
+    return (each for each in _launched(served) if _is_numbered(each[2]))
+
+
+def _launched(served: Mapping[str, ModelConfig]) -> Iterator[tuple[str, str, Any]]:
+    for role, model in served.items():
+        servers: Sequence[BackendSettings] = model.backend.servers()
+        yield from ((role, each.server_name(role), getattr(each, "launch", None)) for each in servers)
 
 
 def starting_order(served: Mapping[str, ModelConfig], ranks: int = 0) -> dict[str, frozenset[int]]:
@@ -244,11 +189,7 @@ def starting_order(served: Mapping[str, ModelConfig], ranks: int = 0) -> dict[st
     The trainer comes last, because a server looks at what is free, and the trainer takes what it needs. `ranks` are
     those on GPUs of this machine.
     """
-    found = {
-        name: frozenset(map(int, launch.devices.split(",")))
-        for role, model in served.items()
-        for name, launch in _numbered(role, model)
-    }
+    found = {name: frozenset(map(int, device_names(launch))) for _, name, launch in _numbered(served)}
     if ranks:
         found[TRAINER] = frozenset(range(ranks))
     return found
@@ -264,25 +205,18 @@ def taking_turns(order: Mapping[str, frozenset[int]]) -> list[str]:
     return [f"start one after another on {named(devices)}: {', '.join(names)}" for names, devices in found.items()]
 
 
-def named(devices: Sequence[int]) -> str:
-    return f"{'devices' if len(devices) > 1 else 'device'} {', '.join(map(str, devices))}"
-
-
 def added_start_s(served: Mapping[str, ModelConfig]) -> float:
     """Return by how much a start may take longer than that of one server, since servers on a device take turns."""
-    timeouts = {
-        name: launch.start_timeout_s for role, model in served.items() for name, launch in _numbered(role, model)
-    }
+    timeouts = {name: launch.start_timeout_s for _, name, launch in _numbered(served)}
     order = starting_order(served)
     devices = {*chain.from_iterable(order.values())}
     together = [sum(timeouts[name] for name, own in order.items() if device in own) for device in devices]
     return max(together, default=0.0) - max(timeouts.values(), default=0.0)
 
 
-def ranks_on_gpus(config: Config) -> int:
-    """Return how many of the trainer's ranks are on GPUs of each machine."""
-    training = config.training
-    return 0 if training.device == "cpu" else training.ranks // (config.cluster.nodes or 1)
+def ranks_on_gpus(training: TrainingConfig, nodes: int) -> int:
+    """Return how many of the trainer's ranks are on GPUs of each of `nodes` machines."""
+    return 0 if training.device == "cpu" else training.ranks // nodes
 
 
 def check_room(servers: Sequence[ServerOnDevice]) -> None:

@@ -7,7 +7,6 @@ warns.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +21,14 @@ from spot_async.base.processes.gpus import (
     visible_gpus,
 )
 from spot_async.base.processes.private_directory import remove_abandoned
-from spot_async.base.processes.resources import available_bytes, is_in_memory, usable_cores
-from spot_async.base.text import counted
+from spot_async.base.processes.resources import available_bytes, free_bytes, is_in_memory, usable_cores
+from spot_async.base.text import counted, shown_size
 from spot_async.base.writers import refuse_foreign_writers
-from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.device_shares import device_names
+from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.weight_files import weight_files
-from spot_async.run_directory.room import Parameters, bytes_of_first, shortage, shown_size
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def training_warnings(
 ) -> list[str]:
     """Return what is missing for a training run of these models, of which this is one of `nodes` machines."""
     given = {role: model for role, model in served.items() if role == "student" or model is not config.student}
-    lines = [line for role, model in given.items() for line in _without_devices(role, model, machine)]
+    lines = [line for role, model in given.items() for line in without_devices(role, model, machine)]
     if not lines and (refusal := without_gpu(config.training, served, machine)) is not None:
         lines = [refusal]
     return [*lines, *_of_ranks(config.training, machine, nodes)]
@@ -108,11 +107,6 @@ def placement_words(training: TrainingConfig, served: Mapping[str, ModelConfig],
     return "; ".join(places) + ("" if physical is None else "; in brackets CUDA_VISIBLE_DEVICES of this command")
 
 
-def evaluation_warnings(student: ModelConfig, machine: Machine) -> list[str]:
-    """Return what is missing for an evaluation."""
-    return list(_without_devices("student", student, machine))
-
-
 def not_installed(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """Yield which servers are to be started here, and are not installed."""
     for role, model in models.items():
@@ -143,7 +137,7 @@ def without_weights(models: Mapping[str, ModelConfig], *, trained: str | None = 
             yield f"{role}.model: {directory} lacks {', '.join(missing)}, which its index names: copy the files there"
 
 
-def _without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterator[str]:
+def without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterator[str]:
     """Yield which devices the model's servers on this machine name that it does not have."""
     section, gpus = f"{role}.backend", machine.gpus
     if gpus is None:
@@ -161,10 +155,7 @@ def _without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterato
 
 def _named_by(settings: object) -> Iterator[tuple[str, str]]:
     """Yield the key and the GPU, a number or a name such as `GPU-8f3c`, of each that a server's settings name."""
-    launch = getattr(settings, "launch", None)
-    if launch is not None and not launch.is_elsewhere:
-        devices = getattr(launch, "devices", None) or ""
-        yield from (("launch.devices", each) for each in map(str.strip, devices.split(",")) if each)
+    yield from (("launch.devices", each) for each in device_names(getattr(settings, "launch", None)) if each)
     kind, _, number = str(getattr(settings, "device", "")).partition(":")
     if kind == "cuda":
         yield "device", number if number.isdecimal() else "0"
@@ -196,22 +187,19 @@ def _of_ranks(training: TrainingConfig, machine: Machine, nodes: int) -> Iterato
         yield "training.sharding=fsdp2 shards nothing over one rank: raise training.ranks, or set it to none"
 
 
-ADAPTER_BYTES = 4  # of each of an adapter's numbers
-WHOLE_KEPT = 2  # published directories that are whole, where most have an adapter alone
-
-
 def check_room(path: Path, config: Config, plan: TrainPlan) -> None:
     """Raise ConfigError if a run in directory `path` could not publish its weights, or save its first checkpoint.
 
     Raises DataError if others could change what it publishes.
     """
-    training, student = config.training, plan.student.directory
-    first = bytes_of_first(student, training.lora, config.copies) if training.checkpoint_every else 0
-    if first and (words := shortage(path, first)) is not None:
-        raise ConfigError(
-            f"run.directory: {words}: make room, give a directory on another disk, or set training.checkpoint_every=0, "
-            "without which a run that is killed cannot continue"
-        )
+    training, parameters = config.training, plan.parameters
+    if parameters is not None and training.checkpoint_every:
+        words = shortage(path, parameters.checkpoint_bytes(config.copies))
+        if words is not None:
+            raise ConfigError(
+                f"run.directory: {words}: make room, give a directory on another disk, or set "
+                "training.checkpoint_every=0, without which a run that is killed cannot continue"
+            )
     if training.weights_directory is None:
         return
     directory = Path(training.weights_directory)
@@ -219,37 +207,20 @@ def check_room(path: Path, config: Config, plan: TrainPlan) -> None:
         raise ConfigError(f"training.weights_directory={directory}: is no directory in which this user can write")
     refuse_foreign_writers([directory / "spot-weights"])  # of the directories on the way: servers would find out later
     remove_abandoned(directory)
-    if (words := weights_shortage(config, plan)) is not None:
-        raise ConfigError(words)
-
-
-def weights_shortage(config: Config, plan: TrainPlan) -> str | None:
-    """Return in one line that `training.weights_directory` has too little room; None if it has enough."""
-    if (parent := config.training.weights_directory) is None:
-        return None
-    parameters = Parameters.of(plan.student.directory, config.training.lora)
-    needed = 0 if parameters is None else published_bytes(config, parameters, plan.schedule.iterations)
-    free, where = shutil.disk_usage(parent).free, parent
-    if is_in_memory(Path(parent)) and (left := available_bytes()) < free:
+    needed = 0 if parameters is None else parameters.kept_bytes(config, plan.schedule.iterations)
+    free, where = free_bytes(directory), training.weights_directory
+    if is_in_memory(directory) and (left := available_bytes()) < free:
         free, where = left, "this machine's memory"
-    if needed <= free:
+    if needed > free:
+        raise ConfigError(
+            f"training.weights_directory={training.weights_directory}: published weights take {shown_size(needed)} "
+            f"there, and {where} has {shown_size(free)} left: make room, lower training.keep_weights, or set it to "
+            "null, for a disk"
+        )
+
+
+def shortage(path: Path, needed_bytes: int) -> str | None:
+    """Return in words that a checkpoint does not fit on the disk of a path, which may be new; None if it does."""
+    if (free := free_bytes(path)) >= needed_bytes:
         return None
-    return (
-        f"training.weights_directory={parent}: published weights take {shown_size(needed)} there, and {where} has "
-        f"{shown_size(free)} left: make room, lower training.keep_weights, or set it to null, for a disk"
-    )
-
-
-def published_bytes(config: Config, parameters: Parameters, iterations: int) -> int:
-    """Return the bytes of all published weights that are kept at once, with those that are being written."""
-    kept = config.training.under_staleness(config.max_staleness).keep_weights
-    whole = student_bytes(config.training, parameters)
-    if merged_every(config) == 1:
-        return whole * min(iterations, kept + 1)
-    return whole * min(iterations, WHOLE_KEPT + 1) + ADAPTER_BYTES * parameters.adapter * min(iterations, kept)
-
-
-def student_bytes(training: TrainingConfig, parameters: Parameters) -> int:
-    """Return the bytes of a student that is published whole, with its adapter beside it."""
-    width = 2 if training.dtype == "bfloat16" else 4
-    return width * parameters.model + ADAPTER_BYTES * parameters.adapter
+    return f"a checkpoint takes {shown_size(needed_bytes)}, and the disk of {path} has {shown_size(free)} left"

@@ -39,6 +39,7 @@ from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
+from spot_async.models.footprint import Parameters
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import has_weights, same_weights, weight_files
@@ -56,6 +57,7 @@ class TrainPlan:
     """A training run that has passed all checks and can start."""
 
     student: ModelFiles
+    parameters: Parameters | None  # the student's, by its weights; None where these are not here or no safetensors
     teachers: Mapping[str, ModelFiles]  # by role; served only when the policy needs them
     served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teachers, reference
     answering: Mapping[str, str]  # the role whose servers answer for each teacher
@@ -193,6 +195,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
             check_weights(role, each, others[role].directory)
     return TrainPlan(
         student=student,
+        parameters=Parameters.of(student.directory, config.training.lora),
         teachers=teachers,
         served=served,
         answering=answering(config),
@@ -252,17 +255,6 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     check_policy(policy, config.policy.kind)
     return policy
-
-
-def merged_every(config: Config) -> int:
-    """Return after how many iterations the whole student is published, besides those of a checkpoint (0: never).
-
-    Servers that take adapters do not need it. Evaluations do, since they keep the best student. Without checkpoints it
-    is written each time, or a kill would lose it.
-    """
-    if not config.all_take_adapters or config.training.checkpoint_every == 0:
-        return 1
-    return config.evaluation.eval_every if config.evaluation is not None else 0
 
 
 def _policy_model(student: ModelFiles, teachers: Mapping[str, ModelFiles]) -> ModelFiles:

@@ -124,7 +124,7 @@ def train(
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_endpoints(screen, found.needed)
-    show_memory(screen, found.needed.machine)
+    show_memory(screen, found.needed.memory)
     show_warnings(screen, [*found.needed.warnings, *found.lacking])
     checkpoint = None if begun is None else begun.checkpoint
     stop = StopRequest()
@@ -421,7 +421,7 @@ def show_evaluation_plan(
     config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
 ) -> None:
     """Print what `eval --dry-run` shows."""
-    from spot_async.checks import machine
+    from spot_async.checks.machine import Machine, without_devices
     from spot_async.checks.plan import evaluation_warnings
     from spot_async.tools.check.requirements import evaluation_estimate
     from spot_async.tools.check.view import show_warnings
@@ -438,7 +438,7 @@ def show_evaluation_plan(
         for benchmark in benchmarks
     ]
     show_warnings(screen, [*doubled_backslashes(config), *evaluation_warnings(benchmarks, student.vocabulary)])
-    show_warnings(screen, machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
+    show_warnings(screen, [*without_devices("student", config.student, Machine.found(os.environ))])
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)), soft_wrap=True)
 

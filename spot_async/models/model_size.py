@@ -90,9 +90,9 @@ class ModelSize:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.outer_parameters
 
-    def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
-        """Return the parameters of a layer's adapters. `targets` are of `config.training.TARGETS`."""
-        return rank * sum(sum(self.matrices[each]) for each in targets)
+    def adapter_parameters(self, lora: LoraConfig | None) -> int:
+        """Return the parameters of a layer's adapters."""
+        return 0 if lora is None else lora.rank * sum(sum(self.matrices[each]) for each in TARGETS[lora.targets])
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -178,8 +178,8 @@ def forward_operations(size: ModelSize, lengths: Collection[int], rows: int, lor
     """
     whole_layers = size.layers - size.windowed_layers
     attended = whole_layers * _attended(lengths) + size.windowed_layers * _attended(lengths, size.window)
-    adapters = 0 if lora is None else size.adapter_parameters(lora.rank, TARGETS[lora.targets])
-    return _matrices(size, lengths, rows) + 4 * size.queries * attended + 2 * size.layers * adapters * sum(lengths)
+    adapters = 2 * size.layers * size.adapter_parameters(lora) * sum(lengths)
+    return _matrices(size, lengths, rows) + 4 * size.queries * attended + adapters
 
 
 def training_operations(

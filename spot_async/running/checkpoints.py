@@ -11,6 +11,7 @@ import msgspec
 
 from spot_async.base.files import all_numbered, flush_to_disk
 from spot_async.base.tasks import in_thread
+from spot_async.checks.machine import shortage
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
@@ -20,7 +21,6 @@ from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
 from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
-from spot_async.run_directory.room import bytes_of, shortage
 from spot_async.trainer.feed_check import sampled_spans, teacher_versions
 from spot_async.types import Pull, Sample, SoftTargets, Supervision, VersionSpan, WeightVersion
 
@@ -72,7 +72,7 @@ class RunCheckpoints:
         await in_thread(self._directory.flush_rows)  # a resumed run does not write them again
         await in_thread(self._directory.weights.keep, iteration)  # it serves them
         files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
-        self._expected_bytes = bytes_of(files)
+        self._expected_bytes = sum(each.bytes for each in files)
         self._ledger.forget_samples(iteration)
         await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
 

@@ -24,7 +24,6 @@ from spot_async.loop.resuming import Records, StopRequest
 from spot_async.protocols import Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
-from spot_async.run_directory.room import bytes_of_first
 from spot_async.running.assembly import make_orchestrator, make_stages
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.running.resuming import Beginning
@@ -68,7 +67,7 @@ class Part:
 
         They have a channel of their own, since what listens to one part must not hear the next.
         """
-        config = run.config
+        config, parameters = run.config, run.plan.parameters
         self._run = run
         self._began = beginning.manifest
         events = Channel()
@@ -90,7 +89,7 @@ class Part:
             iterations=run.plan.schedule.iterations,
             beginning=self._began,
             ledger=run.ledger,
-            expected_bytes=bytes_of_first(run.plan.student.directory, config.training.lora, config.copies),
+            expected_bytes=parameters.checkpoint_bytes(config.copies) if parameters is not None else 0,
         )
         records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
         evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live)

@@ -14,9 +14,10 @@ from spot_async.base.text import counted
 from spot_async.base.waiting_room import Turns, in_turn
 from spot_async.checks.device_shares import TRAINER, shares_with_trainer
 from spot_async.checks.machine import gpu_need
-from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import ProcessDiedError, TrainerLostError
+from spot_async.models.footprint import merged_every
 from spot_async.models.hub import local_path
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.resuming import Beginning

@@ -117,7 +117,7 @@ class TrainingRun:
         history = self._evaluations.history
         self._events.subscribe(self._spending_log, history, self._screen, self._watchdog, to=RunEvent)
         self._lag = LoopLag()
-        self._order = starting_order(plan.served, ranks_on_gpus(config))
+        self._order = starting_order(plan.served, ranks_on_gpus(config.training, config.cluster.nodes or 1))
         self._turns = Turns(self._order)
         self._trainer = RunTrainer(self._make_trainer, self._turns)
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)

@@ -17,8 +17,6 @@ from spot_async.backends.vllm import VllmBackend
 from spot_async.base.processes.gpus import GpuMemory, read_gpu_memory
 from spot_async.checks import device_shares
 from spot_async.checks.device_shares import (
-    GIB,
-    WORKSPACE_GIB,
     added_start_s,
     check_room,
     device_gib,
@@ -30,6 +28,7 @@ from spot_async.checks.device_shares import (
 )
 from spot_async.config import ClusterConfig, ModelConfig
 from spot_async.errors import ConfigError
+from spot_async.models.footprint import GIB, WORKSPACE_GIB
 from spot_async.models.model_size import read_size
 
 QWEN3_17B = {

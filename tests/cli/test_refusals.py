@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 from spot_async.__main__ import main
 from spot_async.checks import machine as checked_room
 from spot_async.config.loading import load_config
-from spot_async.run_directory import room
 from spot_async.run_directory.layout import RunDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
@@ -157,7 +156,7 @@ def test_a_node_goes_on_with_what_the_run_began_with_whatever_the_configuration_
 
 def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path, refused):
     left = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: left)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: left)
     refused(
         "run.seed=1",
         f"run.directory: a checkpoint takes 1.2 MB, and the disk of {tmp_path / 'run'} has 1.0 MB left: make room",
@@ -190,7 +189,7 @@ def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypat
         assert_refused(invoke(monkeypatch, *run), line, "weights.transport=distributed")
     left = shutil.disk_usage(tmp_path)
     full = left._replace(free=400_000)
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: full if Path(path) == tmp_path / "full" else left)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full if Path(path) == tmp_path / "full" else left)
     (tmp_path / "full").mkdir()
     refused(f"{key}/full", f"{key}/full: published weights take 8", f"kB there, and {tmp_path}/full has 400.0 kB left")
 

@@ -25,13 +25,13 @@ from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig, TrainingConfig
 from spot_async.errors import ProcessDiedError, SpotError
 from spot_async.loop.publishing import SleepingServers
+from spot_async.models.footprint import per_device, trainer_memory
 from spot_async.models.model_size import read_size
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.shifts import Shifts
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.check.memory import per_device, trainer_memory
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -247,7 +247,7 @@ def test_two_teachers_take_turns_around_one_trainer_and_one_is_killed(kind, mome
         assert len(failed) == 20 * 32
         assert moment == "awake" or not any(failed)
         assert gpu.device.most_gib <= CARD_GIB < 2 * gpu.servers[0].gib + gpu.rank.resting  # together they do not fit
-        assert all(each.fits for each in per_device(gpu.servers, gpu.rank, 1, CARD_GIB))
+        assert all(each.fits for each in per_device(gpu.servers, gpu.rank, 1))
 
     run_shuffled(scenario(), seed)
 

@@ -9,7 +9,6 @@ import pytest
 
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
-from spot_async.run_directory import room
 from spot_async.run_directory.layout import RunDirectory, evaluation_files
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Manifest, committed
@@ -20,7 +19,7 @@ async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatc
     left = shutil.disk_usage(tmp_path)
 
     def leave(free):
-        monkeypatch.setattr(room.shutil, "disk_usage", lambda path: left._replace(free=free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: left._replace(free=free))
 
     with closing(Ledger.open(tmp_path)) as ledger:
         checkpoints = RunCheckpoints(

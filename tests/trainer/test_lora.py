@@ -24,8 +24,8 @@ from spot_async.base import wire
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.errors import ConfigError, TrainerError
 from spot_async.models.adapter_files import check_lora, layers_of
+from spot_async.models.footprint import Parameters
 from spot_async.models.weight_files import has_weights
-from spot_async.run_directory.room import bytes_of_first
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.lora import AdaptedLinear, layer_shapes
 from spot_async.trainer.messages import Batch
@@ -271,7 +271,7 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
     others = {name for name in load_file(file) if "lora_" not in name}
     assert len(others) == 2 + torch.cuda.is_available()  # the step and the random states
     numbers = sum(each.numel() for each in trained(straight).values())
-    assert bytes_of_first(student, LoraConfig(**LORA)) == 12 * numbers
+    assert Parameters.of(student, LoraConfig(**LORA)).checkpoint_bytes() == 12 * numbers
     resumed = make_trainer(student, tmp_path / "resumed", **choices)
     load_checkpoint(tmp_path / "tensors", 2, resumed.model, resumed._optimizer, resumed._strategy)
     resumed.step = 2

@@ -18,6 +18,7 @@ import gc
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +142,12 @@ def is_in_memory(directory: Path) -> bool:
             kinds[Path(place.replace("\\040", " "))] = kind  # the last one at a place hides those before
     mount = next((each for each in (path, *path.parents) if each in kinds), None)
     return mount is not None and kinds[mount] in ("tmpfs", "ramfs")
+
+
+def free_bytes(path: Path) -> int:
+    """Return how much is free on the disk of a path, which may be new."""
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
 
 
 def available_bytes() -> int:

@@ -1,35 +1,33 @@
 """Computes what a run takes of memory, disk, wires, tokens and money, before it starts. It measures nothing.
 
 Prompts are known, token by token, but lengths of responses are not: the upper estimate of what an endpoint is asked
-takes the longest that are allowed. Memory comes from `memory`. Here are money, tokens, and the sizes of what is trained
-on, published and kept. How long all that takes is `simulate`'s.
+takes the longest that are allowed. Memory and sizes of files are `models/footprint`'s. Here are money, tokens, and what
+is kept of files. How long all that takes is `simulate`'s.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spot_async.base.processes.resources import free_bytes
+from spot_async.checks.device_shares import device_gib, ranks_on_gpus, servers_on_devices, starting_order, taking_turns
 from spot_async.checks.diagnosis import PROMPTS
-from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes
-from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.plan import TrainPlan
 from spot_async.checks.server_diagnosis import RESPONSE_TOKENS
 from spot_async.config import Config, teacher_name
-from spot_async.config.training import TARGETS
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.loop.sample_bytes import payload_bytes
-from spot_async.models.model_size import ModelSize, read_size
+from spot_async.models.footprint import ADAPTER_BYTES, MachineMemory, Parameters, merged_every
+from spot_async.models.model_size import read_size
 from spot_async.run_directory.reading import RunFiles
-from spot_async.run_directory.room import BYTES_OF_COPY, BYTES_OF_PARAMETER, Parameters
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Usage
 from spot_async.spending.run_spending import RunSpending
 from spot_async.stages.services import requests_per_prompt
-from spot_async.tools.check.memory import MachineMemory, TrainerMemory, machine_memory, misfits, trainer_memory
 from spot_async.types import PolicyNeeds, Prompt
 
 
@@ -211,8 +209,7 @@ class Requirements:
     """What a run will take."""
 
     parameters: Parameters | None
-    rank: TrainerMemory | None  # None for an architecture that the estimate does not know
-    machine: MachineMemory | None  # None if the run starts no server on a numbered GPU
+    memory: MachineMemory | None  # None for an architecture that the estimate does not know
     expected: Sizes
     at_most: Sizes
     expected_tokens: Tokens
@@ -226,8 +223,8 @@ class Requirements:
         """Return what programs read."""
         return {
             "parameters": self.parameters,
-            "rank_gib": self.rank,
-            "devices_gib": [] if self.machine is None else self.machine.devices,
+            "rank_gib": None if self.memory is None else self.memory.rank(),
+            "devices_gib": [] if self.memory is None else self.memory.devices,
             "expected": self.expected,
             "at_most": self.at_most,
             "expected_tokens": self.expected_tokens,
@@ -253,14 +250,13 @@ def requirements(
     name = "teacher/tokens" if plan.policy.needs.rollouts_per_prompt == 0 else "rollout/tokens"
     measured = [float(row[name]) for row in rows if name in row]  # means of iterations
     expected = min(float(longest), sum(measured) / len(measured) if measured else ASSUMED_SHARE * longest)
-    size = read_size(plan.student.directory)
-    parameters = count_parameters(plan.student.directory, size, config)
-    machine = machine_memory(config, plan, nodes=nodes)
-    on_one_node = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
-    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
-    free = shutil.disk_usage(there).free
+    memory = machine_memory(config, plan, nodes=nodes)
+    parameters = plan.parameters
+    if parameters is None and memory is not None:
+        parameters = Parameters.by_size(memory.student, config.training.lora)
+    free = free_bytes(directory)
     at_most = sizes(config, plan, parameters, float(longest))
-    warnings = [] if machine is None else misfits(machine)
+    warnings = [] if memory is None else memory.misfits()
     if at_most.disk_bytes > free:
         warnings.append(
             f"the disk of {directory} has {free / 1e9:.1f} GB left, and the run keeps up to "
@@ -269,12 +265,7 @@ def requirements(
     why = "as in the run given" if measured else f"half of sampling.max_response_tokens={longest}"
     return Requirements(
         parameters=parameters,
-        rank=None
-        if size is None
-        else trainer_memory(
-            size, on_one_node, longest_tokens=config.sampling.max_prompt_tokens + longest, copies=config.copies
-        ),
-        machine=machine,
+        memory=memory,
         expected=sizes(config, plan, parameters, expected),
         at_most=at_most,
         expected_tokens=tokens(config, plan, expected, ASSUMED_SHARE),
@@ -283,6 +274,26 @@ def requirements(
         response_words=f"responses of {expected:.0f} tokens, {why}",
         free_disk_bytes=free,
         warnings=warnings,
+    )
+
+
+def machine_memory(config: Config, plan: TrainPlan, *, nodes: int = 1) -> MachineMemory | None:
+    """Return what one of `nodes` machines keeps on its devices, each of which has a whole student.
+
+    None for a student whose architecture is unknown.
+    """
+    if (student := read_size(plan.student.directory)) is None:
+        return None
+    ranks = ranks_on_gpus(config.training, nodes)
+    return MachineMemory(
+        student=student,
+        training=config.training.model_copy(update={"ranks": config.training.ranks // nodes}),
+        sampling=config.sampling,
+        context_tokens=plan.student.max_context_tokens,
+        servers=servers_on_devices(plan.served, device_gib(config.cluster, plan.served)),
+        ranks=ranks,
+        order=taking_turns(starting_order(plan.served, ranks)),
+        copies=config.copies,
     )
 
 
@@ -315,15 +326,6 @@ def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_s
     )
 
 
-def count_parameters(student: Path, size: ModelSize | None, config: Config) -> Parameters | None:
-    """Return a student's parameters from the headers of its weights, else from its configuration; None for neither."""
-    lora = config.training.lora
-    if (found := Parameters.of(student, lora)) is not None or size is None:
-        return found
-    adapters = 0 if lora is None else size.layers * size.adapter_parameters(lora.rank, TARGETS[lora.targets])
-    return Parameters(size.parameters, adapters)
-
-
 def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, response_tokens: float) -> Sizes:
     """Return the sizes for responses of one length. What is kept counts the one that is being written too."""
     training = config.training.under_staleness(config.max_staleness)
@@ -335,13 +337,13 @@ def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, respon
     publish = adapter = checkpoint = published = published_kept = checkpoints_kept = None
     if parameters is not None:
         adapter = ADAPTER_BYTES * parameters.adapter
-        whole = student_bytes(training, parameters)
+        whole = parameters.published_bytes(training)
         publish = whole if merged_every(config) == 1 else adapter
-        published = published_bytes(config, parameters, iterations)
+        published = parameters.kept_bytes(config, iterations)
         keeps_best = config.evaluation is not None and config.evaluation.eval_every > 0
         is_elsewhere = training.weights_directory is not None
         published_kept = whole * keeps_best + (whole * min(iterations, COPIES) if is_elsewhere else published)
-        checkpoint = (BYTES_OF_PARAMETER + BYTES_OF_COPY * config.copies) * parameters.trained
+        checkpoint = parameters.checkpoint_bytes(config.copies)
         checkpoints_kept = checkpoint * _checkpoints(iterations, config)
     samples = round(SAMPLE_BYTES_PER_TOKEN * trained_tokens / every) if every else 0
     return Sizes(

@@ -14,15 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.processes.resources import is_in_memory
-from spot_async.base.text import counted, shortened, visible
-from spot_async.checks.device_shares import CONTEXT_GIB, GRAPHS_GIB, named
+from spot_async.base.text import counted, shortened, shown_size, visible
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.data.keys import about, setting
 from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
-from spot_async.run_directory.room import shown_size
+from spot_async.models.footprint import ASLEEP_GIB, CONTEXT_GIB, MachineMemory, TrainerMemory, named
 from spot_async.telemetry.screen import number_table, shown
-from spot_async.tools.check.memory import MachineMemory, TrainerMemory
 from spot_async.tools.check.problems import GoldCheck, JudgedSet, count_by
 from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
 from spot_async.types import Problem
@@ -35,9 +33,9 @@ SHOWN_CHARS = 400
 
 def show_requirements(screen: Console, config: Config, found: Requirements) -> None:
     """Print all that a run takes."""
-    if found.rank is not None:
-        screen.print(rank_table(found.rank, config.training.ranks))
-    show_memory(screen, found.machine)
+    if found.memory is not None:
+        screen.print(rank_table(found.memory.rank(), config.training.ranks))
+        show_memory(screen, found.memory)
     screen.print(sizes_table(config, found))
     screen.print(tokens_table(found.expected_tokens, found.most_tokens))
     show_endpoints(screen, found)
@@ -48,7 +46,7 @@ def show_requirements(screen: Console, config: Config, found: Requirements) -> N
 
 def show_memory(screen: Console, memory: MachineMemory | None) -> None:
     """Print what is kept on each device; nothing if that is not known."""
-    if memory is None:
+    if memory is None or not memory.servers:
         return
     table = number_table("GiB of a device", "while sampling", "while training", "of")
     for each in memory.devices:
@@ -59,7 +57,7 @@ def show_memory(screen: Console, memory: MachineMemory | None) -> None:
         sleeps = server.sleeps or server.in_shifts
         alike.setdefault((server.role, server.gib, server.cache_gib, sleeps), []).append(server.device)
     for (role, gib, cache_gib, sleeps), devices in alike.items():
-        asleep = f"; asleep {CONTEXT_GIB + GRAPHS_GIB:.1f} (CUDA context and graphs)" if sleeps else ""
+        asleep = f"; asleep {ASLEEP_GIB:.1f} (CUDA context and graphs)" if sleeps else ""
         screen.print(
             Text(
                 f"{role} on {named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
@@ -69,12 +67,12 @@ def show_memory(screen: Console, memory: MachineMemory | None) -> None:
         )
     fitting = ", ".join(
         f"{card:.0f} GiB {tokens:,} tokens" if tokens else f"{card:.0f} GiB none"
-        for card, tokens in memory.longest_response_tokens.items()
+        for card, tokens in memory.longest_responses.items()
     )
     for line in (
         *memory.order,
         f"the longest response that fits servers and trainer, by the memory of a device: {fitting}",
-        f"assumes devices of {memory.devices[0].size:.0f} GiB (cluster.device_gib)",
+        f"assumes devices of {memory.servers[0].device_gib:.0f} GiB (cluster.device_gib)",
     ):
         screen.print(Text(line), soft_wrap=True)
 
@@ -182,9 +180,9 @@ def notes(config: Config, found: Requirements) -> list[str]:
             f"from GPUs a checkpoint goes through the first node's host memory: {_bytes(checkpoint)} there until it is "
             "written"
         )
-    if found.rank is None:
+    if found.memory is None:
         lines.append("the memory of a rank is unknown: the estimate does not know the student's architecture")
-    elif found.machine is None:
+    elif not found.memory.servers:
         lines.append(
             "a rank is estimated as on a GPU; what servers take is not known, as none starts on a numbered GPU. On "
             "a CPU a run takes 0.4 GB, 0.1 GB more for each of our servers and ranks, and what they compute with"

@@ -23,12 +23,13 @@ from pydantic import Field
 
 from spot_async.base.processes.gpus import GPUS
 from spot_async.checks.capabilities import longest_prompt
-from spot_async.checks.device_shares import ServerOnDevice, servers_on_devices
+from spot_async.checks.device_shares import servers_on_devices
 from spot_async.checks.served import served_models
 from spot_async.config import ROLES, Config, teacher_name, teacher_role
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.footprint import ServerOnDevice
 from spot_async.models.hub import local_path
 from spot_async.models.model_size import ModelSize, forward_operations, read_size, training_operations
 from spot_async.stages.services import requests_per_prompt

@@ -10,11 +10,19 @@ from typing import get_args
 import pytest
 
 from spot_async.base.processes.gpus import GPUS, gpu_named
-from spot_async.checks.device_shares import CONTEXT_GIB, GIB, GRAPHS_GIB, WORKSPACE_GIB, ServerOnDevice
-from spot_async.config import LoraConfig, TrainingConfig
+from spot_async.config import LoraConfig, SamplingConfig, TrainingConfig
 from spot_async.config.training import ClusterConfig
+from spot_async.models.footprint import (
+    CONTEXT_GIB,
+    GIB,
+    GRAPHS_GIB,
+    WORKSPACE_GIB,
+    MachineMemory,
+    ServerOnDevice,
+    per_device,
+    trainer_memory,
+)
 from spot_async.models.model_size import size_of, training_operations
-from spot_async.tools.check.memory import longest_response, per_device, trainer_memory
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 ROOT = Path(__file__).parents[2]
@@ -154,13 +162,13 @@ def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
     student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=True)
     teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, sleeps=False)
     assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 3)  # context, graphs, activations
-    first, second = per_device([student, teacher], rank, 1, 80.0)
+    first, second = per_device([student, teacher], rank, 1)
     assert first.sampling == pytest.approx(32 + rank.resting)
     assert first.training == pytest.approx(0.8 + 1.2 + rank.training)  # its context and graphs stay
     assert second.sampling == second.training == pytest.approx(72)
     assert first.fits
     awake = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=False)
-    assert not per_device([awake], rank, 1, 80.0)[0].fits
+    assert not per_device([awake], rank, 1)[0].fits
 
 
 @pytest.mark.parametrize("binding", ["activations", "cache", "context"])
@@ -169,11 +177,15 @@ def test_the_longest_response_is_the_last_that_fits(binding):
     share = 0.06 if binding == "cache" else 0.4
     server = server_on("student", 0, QWEN3_06B, memory_fraction=share, sleeps=True)
     context = 8_192 if binding == "context" else 1_000_000
-    found = longest_response(QWEN3_06B, training, [server], ranks=1, prompt_tokens=1_024, context_tokens=context)
+    sampling = SamplingConfig(max_prompt_tokens=1_024)
+    machine = MachineMemory(
+        student=QWEN3_06B, training=training, sampling=sampling, context_tokens=context, servers=[server], ranks=1
+    )
+    found = machine.longest_response(80.0)
 
     def fits(response):
         rank = trainer_memory(QWEN3_06B, training, longest_tokens=1_024 + response)
-        return per_device([server], rank, 1, 80.0)[0].fits, server.cache_tokens >= 1_024 + response
+        return per_device([server], rank, 1)[0].fits, server.cache_tokens >= 1_024 + response
 
     assert fits(found) == (True, True)
     beyond = {"activations": (False, True), "cache": (True, False), "context": (True, True)}
@@ -188,7 +200,7 @@ def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
     def devices(**choices):
         rank = rank_of(size, longest_tokens=5_120, **choices)
         server = server_on("student", 0, size, memory_fraction=0.4, sleeps=True)
-        return per_device([server], rank, 1, 80.0)
+        return per_device([server], rank, 1)
 
     assert not devices()[0].fits
     assert not devices(recompute_layers=True)[0].fits
@@ -297,7 +309,7 @@ def test_of_servers_that_answer_in_shifts_one_is_awake(sleeps):
     servers = [ServerOnDevice(name, name, 0, 80.0, share, 10.0, 1.0, sleeps, True) for name, share in shares.items()]
     servers.append(ServerOnDevice("student", "student", 0, 80.0, 0.2, 10.0, 1.0, False))
     trainer = trainer_memory(QWEN3_06B, TrainingConfig(iterations=1, batch_size=32), longest_tokens=1_000)
-    (device,) = per_device(servers, trainer, 1, 80.0)
+    (device,) = per_device(servers, trainer, 1)
     assert device.sampling == pytest.approx(0.6 * 80 + asleep + 0.2 * 80 + trainer.resting)
     training = 2 * asleep if sleeps else 0.6 * 80 + asleep
     assert device.training == pytest.approx(training + 0.2 * 80 + trainer.training)
