@@ -33,7 +33,7 @@ from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.shared.token_texts import TokenTexts
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.backends.vllm.discovery import ServerFacts
+from spot_async.backends.vllm.discovery import Found
 from spot_async.base import wire
 from spot_async.serving import api
 from spot_async.types import (
@@ -138,7 +138,8 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         made._client.model = "m"
         if completions:
             made._client.use_completions()
-        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, False, "default", None, 1e-5)
+        support = "batched" if chosen_tokens else "single"
+        made._found = Found(capabilities(max_top_k=64, candidate_logprobs=support), "default")
         made._names.start("default")
         return made
 
@@ -350,10 +351,10 @@ DIALECTS: Mapping[str, Callable[[Wire, Path], Iterator[Case]]] = {
 
 
 def capabilities(**changes: Any) -> Capabilities:
-    given = {"max_top_k": VOCAB, "max_generation_top_k": VOCAB, **changes}
+    given = {"max_top_k": VOCAB, "max_generation_top_k": VOCAB, "candidate_logprobs": "single", **changes}
     return Capabilities(
         model="m", vocab_size=VOCAB, vocab_fingerprint="", max_context_tokens=2048, exact_entropy=False,
-        candidate_logprobs="single", weight_update=True, **given,
+        weight_update=True, **given,
     )  # fmt: skip
 
 

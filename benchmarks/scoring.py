@@ -31,9 +31,10 @@ from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.sglang.weights import GENERATE
 from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.backends.vllm.discovery import ServerFacts
+from spot_async.backends.vllm.discovery import Found
 from spot_async.backends.vllm.replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
+from spot_async.testing.services import capabilities
 from spot_async.types import Capabilities, ScoreRequest, Traffic
 
 VOCAB = 151_936
@@ -107,18 +108,9 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
     await stack.enter_async_context(backend._server)
     backend._server.files = dataclasses.replace(backend._server.files, vocab_size=VOCAB)
     backend._client.route = route
-    backend._found = ServerFacts(
-        version="",
-        max_model_len=PROMPT_TOKENS + POSITIONS + 1,
-        max_logprobs=TOP_K,
-        processed=False,
-        chosen_tokens=False,
-        takes_weights=False,
-        keeps_output_head=False,
-        weights=None,
-        dtype=None,
-        noise_nats=0.0,
-    )
+    context = PROMPT_TOKENS + POSITIONS + 1
+    offers = capabilities(VOCAB, max_context_tokens=context, max_top_k=TOP_K, candidate_logprobs="single")
+    backend._found = Found(offers, None)
     return backend
 
 

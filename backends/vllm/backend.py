@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import structlog
 
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.types import (
-    CandidateSupport,
     Capabilities,
     FinishReason,
     FloatArray,
@@ -48,7 +48,7 @@ from .client import (
     chosen_singly,
     read_error,
 )
-from .discovery import SAYINGS, ServerFacts, discover
+from .discovery import SAYINGS, Found, discover
 from .lora import VllmLora, check_flags
 from .process import PACKAGE, Uses, vllm_command
 from .transfer import make_updater, transfer_config
@@ -88,7 +88,7 @@ class VllmBackend(StudentBackend):
         super().__init__(settings, server, VllmLora(self._client), run_directory)
         self._updater = make_updater(server, settings.weights, run_directory=run_directory)
         self._singles = Singles()
-        self._found: ServerFacts
+        self._found: Found
 
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
         if (self._is_student or self._settings.sleeps) and self._server.is_elsewhere:
@@ -101,47 +101,32 @@ class VllmBackend(StudentBackend):
         if self._adapters is not None:
             if self._settings.is_attached:
                 await check_flags(self._client, self._adapters.lora, deadline=deadline)
-        elif self._is_student and not self._found.takes_weights:
-            structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
+        elif self._is_student and not self._found.offers.weight_update:
+            structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.offers.weights_need)
         elif self._is_student and not self._settings.is_attached:
             await self._updater.name(str(INITIAL), deadline=deadline)
             self._names.start(str(INITIAL))
             await self._updater.learn(deadline=deadline)
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        """Return what discovery found when the backend was entered."""
-        found, files = self._found, self._server.files
+        """Return what discovery found when the backend was entered, for this role and what it holds now."""
         takes_weights = self._takes_weights
-        top_k = min(found.max_logprobs, files.vocab_size)
-        return Capabilities(
-            model=self._client.model,
-            vocab_size=files.vocab_size,
-            vocab_fingerprint=files.vocabulary.fingerprint,
+        return msgspec.structs.replace(
+            self._found.offers,
             max_context_tokens=self._max_context_tokens,
-            max_top_k=top_k,
-            max_generation_top_k=top_k if top_k == files.vocab_size else max(0, top_k - 1),
-            max_position_top_k=0 if found.processed else top_k,
-            exact_entropy=False,
-            candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
-            weights_need=found.weights_need if self._is_student and not takes_weights else "",
+            weights_need=self._found.offers.weights_need if self._is_student and not takes_weights else "",
             in_flight_updates=takes_weights,  # no server that names its weights does without
             weight_transport=self._settings.weights.transport if takes_weights else None,
             weights_checked=self._updater.witnesses.are_there if self._adapters is None else False,
-            dtype=found.dtype,
-            logprob_noise_nats=found.noise_nats,
-            logprob_convention="truncated" if found.processed else "untruncated",
-            score_temperature="one",
-            generation_temperature="request" if found.processed else "one",
             version=None if takes_weights and self._settings.is_attached and self._adapters is None else INITIAL,
-            server=f"vllm {found.version}",
         )
 
     @property
     def _takes_weights(self) -> bool:
         if self._settings.weights.transport == "adapter":
             return self._adapters is not None
-        return self._is_student and self._found.takes_weights
+        return self._is_student and self._found.offers.weight_update
 
     @contextlib.contextmanager
     def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReadName]]:
@@ -152,22 +137,21 @@ class VllmBackend(StudentBackend):
     @property
     def _max_context_tokens(self) -> int:
         """The context, less one: vLLM always samples a token, also after a sequence to score."""
-        scores = not self._is_student or self._found.chosen_tokens or self._adapters is not None
-        return self._found.max_model_len - scores
+        is_batched = self._found.offers.candidate_logprobs == "batched"
+        scores = not self._is_student or is_batched or self._adapters is not None
+        return self._found.offers.max_context_tokens - scores
 
     @property
     def _limits(self) -> RequestLimits:
-        found, vocab_size = self._found, self._server.files.vocab_size
-        max_top_k = min(found.max_logprobs, vocab_size)
+        offers = self._found.offers
         return RequestLimits(
-            self._name, vocab_size, found.max_model_len, max_top_k, "--max-model-len", "--max-logprobs"
+            self._name,
+            offers.vocab_size,
+            offers.max_context_tokens,
+            offers.max_top_k,
+            "--max-model-len",
+            "--max-logprobs",
         )
-
-    @property
-    def _candidate_support(self) -> CandidateSupport:
-        if self._found.chosen_tokens:
-            return "batched"
-        return "none" if self._found.processed else "single"
 
     async def generate(
         self,
@@ -221,7 +205,7 @@ class VllmBackend(StudentBackend):
         # vLLM always samples a token, so there must be room for one.
         self._limits.check(request.token_ids, new_tokens=1, top_k=top_k)
         vocab_size = self._server.files.vocab_size
-        served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
+        served_k = max(top_k, min(self._settings.top_k or 0, self._found.offers.max_top_k))
         changes, version = self._standstill.changes, INITIAL
         if len(request.response_ids):
             with self._asking(expected_version) as (client, names):
@@ -293,7 +277,8 @@ class VllmBackend(StudentBackend):
             return np.zeros(candidate_ids.shape, np.float32)
         self._limits.check_positions(positions, request.response_ids)
         self._limits.check_ids(candidate_ids)
-        if self._candidate_support == "none":
+        support = self._found.offers.candidate_logprobs
+        if support == "none":
             raise ConfigError(
                 f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
                 "processed_logprobs: start the server without it"
@@ -305,22 +290,22 @@ class VllmBackend(StudentBackend):
                 versions = [each.version for spans in replies for each in version_spans(names, spans, 1)]
                 self._names.require(versions, expected_version)
 
-            if is_batched := self._candidate_support == "batched":
+            if support == "batched":
                 logprobs = await chosen_at_once(client, request, positions, candidate_ids, check=check)
             else:
                 contexts = prefixes(request, positions)
-                top_k = min(self._found.max_logprobs, self._server.files.vocab_size)
+                top_k = self._found.offers.max_top_k
                 logprobs = await chosen_singly(
                     client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=request.deadline
                 )
-        if is_batched:
+        if support == "batched":
             self._check_unchanged(changes, expected_version, "candidates were")
         check_candidates(logprobs, candidate_ids)
         return logprobs
 
     async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
-        if not self._found.takes_weights:
-            needs = self._found.weights_need
+        if not self._found.offers.weight_update:
+            needs = self._found.offers.weights_need
             raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
         await self._updater.update(snapshot, deadline=deadline)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models.alignment import decision_row
 from spot_async.models.precision import precision
+from spot_async.types import Capabilities
 
 from ..shared.discovery import (
     PROCESS,
@@ -50,36 +51,51 @@ SAYINGS = {
 MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
 
 
-@dataclass(frozen=True)
-class ServerFacts:
+class Found(NamedTuple):
     """What discovery found about a server."""
 
-    version: str  # the software's, such as 0.32.0
-    max_model_len: int  # prompt and response together
-    max_logprobs: int  # of one token; the vocabulary's size if there is no limit
-    processed: bool  # sampled tokens' log-probabilities are after temperature, top-p and masks, not before
-    chosen_tokens: bool  # it knows prompt_logprob_token_ids
-    takes_weights: bool
-    keeps_output_head: bool  # new weights do not reach its output layer
+    offers: Capabilities  # `weight_update` whatever its role; the context is of prompt and response together
     weights: str | None  # the server's name for its weights; None if it does not say
-    dtype: str | None  # of weights and activations; None if it does not say
-    noise_nats: float
-
-    @property
-    def weights_need(self) -> str:
-        """What the server lacks to accept weights, for people."""
-        if self.weights is None:
-            return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
-        if self.keeps_output_head:
-            return (
-                "a GPU, because on a CPU vLLM goes on with the old output layer where the model ties it to its "
-                "embeddings (tie_word_embeddings)"
-            )
-        return f"{DEVELOPER_MODE} in its environment"
 
 
-async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
+async def discover(client: VllmClient, *, deadline: float) -> Found:
     """Ask the server everything. Raises `ConfigError`, with what to change, if it cannot serve the role's model."""
+    version, max_model_len, weights = await _first_answers(client, deadline)
+    await _compare_vocabulary_sizes(client, deadline)
+    top_k = await _max_logprobs(client, deadline)
+    files, stated = client.server.files, client.server.settings.logprob_noise_nats
+    config = await _config(client, deadline)
+    keeps_output_head = weights is not None and ON_A_CPU in config and await _ties_embeddings(client)
+    named = weights is not None and await _has_route(client, "/weight_info", deadline)
+    dtype = named_type[1] if (named_type := DTYPE.search(config)) else None
+    spoken = await _responses(client, top_k, deadline)
+    processed = await _is_processed(client, deadline)
+    chosen_tokens = await _has_chosen_tokens(client, spoken[0], dtype, deadline)
+    offers = Capabilities(
+        model=client.model,
+        vocab_size=files.vocab_size,
+        vocab_fingerprint=files.vocabulary.fingerprint,
+        max_context_tokens=max_model_len,
+        max_top_k=top_k,
+        # The sampled token may take one of a position's places.
+        max_generation_top_k=top_k if top_k == files.vocab_size else max(0, top_k - 1),
+        max_position_top_k=0 if processed else top_k,
+        exact_entropy=False,
+        candidate_logprobs="batched" if chosen_tokens else "none" if processed else "single",
+        weight_update=named and not keeps_output_head,
+        weights_need=_weights_need(version, names_weights=weights is not None, keeps_output_head=keeps_output_head),
+        dtype=dtype,
+        logprob_noise_nats=await _noise(client, spoken, dtype, deadline) if stated is None else stated,
+        logprob_convention="truncated" if processed else "untruncated",
+        score_temperature="one",
+        generation_temperature="request" if processed else "one",
+        server=f"vllm {version}",
+    )
+    return Found(offers, weights)
+
+
+async def _first_answers(client: VllmClient, deadline: float) -> tuple[str, int, str | None]:
+    """Find out that it is vLLM, with the role's tokenizer; return its version, context, and name for its weights."""
     async with _asked_as_vllm(client, may_be_other, deadline):
         version = (await client.server.get("/version", _Software, deadline=deadline)).version
     await _refuse_paused(client, deadline)
@@ -92,28 +108,19 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
         client.use_completions()
         async with _asked_as_vllm(client, lambda error: isinstance(error, NoSuchRouteError), deadline):
             weights = await _first_answer(client, deadline)
-    await _compare_vocabulary_sizes(client, deadline)
-    max_logprobs = await _max_logprobs(client, deadline)
-    settings = client.server.settings
-    config = await _config(client, deadline)
-    keeps_output_head = weights is not None and ON_A_CPU in config and await _ties_embeddings(client)
-    named = weights is not None and await _has_route(client, "/weight_info", deadline)
-    dtype = named_type[1] if (named_type := DTYPE.search(config)) else None
-    spoken = await _responses(client, max_logprobs, deadline)
-    return ServerFacts(
-        version=version,
-        max_model_len=model.max_model_len or client.server.files.max_context_tokens,
-        max_logprobs=max_logprobs,
-        processed=await _is_processed(client, deadline),
-        chosen_tokens=await _has_chosen_tokens(client, spoken[0], dtype, deadline),
-        takes_weights=named and not keeps_output_head,
-        keeps_output_head=keeps_output_head,
-        weights=weights,
-        dtype=dtype,
-        noise_nats=await _noise(client, spoken, dtype, deadline)
-        if settings.logprob_noise_nats is None
-        else settings.logprob_noise_nats,
-    )
+    return version, model.max_model_len or client.server.files.max_context_tokens, weights
+
+
+def _weights_need(version: str, *, names_weights: bool, keeps_output_head: bool) -> str:
+    """Return what the server lacks to accept weights, for people."""
+    if not names_weights:
+        return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {version}"
+    if keeps_output_head:
+        return (
+            "a GPU, because on a CPU vLLM goes on with the old output layer where the model ties it to its "
+            "embeddings (tie_word_embeddings)"
+        )
+    return f"{DEVELOPER_MODE} in its environment"
 
 
 class _Software(msgspec.Struct):
