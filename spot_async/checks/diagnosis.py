@@ -7,7 +7,7 @@ It asks servers that are running already; it starts nothing and prints nothing. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,7 +22,8 @@ from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unkno
 from spot_async.checks.capabilities import check_capabilities, of_student, sums_ends
 from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan, plan_warnings
-from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Fact, ServerDiagnosis, role_model
+from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Probe, ServerDiagnosis, role_model
+from spot_async.checks.server_facts import ServerFacts
 from spot_async.config import Config, ModelConfig, teacher_name
 from spot_async.errors import ConfigError, FailureClass, RequestError
 from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
@@ -38,7 +39,7 @@ class Diagnosis:
     """What was found of a run's servers, and what follows from it. Every line names the key to change."""
 
     capabilities: dict[str, Capabilities]  # what all servers of a role offer, by role
-    roles: dict[str, dict[str, Fact]]  # facts by server; a role with several servers has them numbered
+    roles: dict[str, ServerFacts]  # by server; a role with several servers has them numbered
     refusals: list[str]
     warnings: list[str]
 
@@ -80,15 +81,16 @@ async def diagnose(
         for name, backend in each.items()
     ]
 
-    async def do(each: ServerDiagnosis, ask: Callable[[], Awaitable[None]]) -> None:
+    async def do(each: ServerDiagnosis, probes: Iterator[Probe]) -> None:
         async with _answering(backends[each.role]):
-            await each.unless_full(ask)
+            await each.ask(probes)
 
-    await gather_answers(do(each, each.run) for each in diagnoses)
+    await gather_answers(do(each, each.probes()) for each in diagnoses)
     for each in diagnoses:  # one after the other, since servers that share processors would slow each other down
-        await do(each, each.time)
+        await do(each, each.time())
         if len(servers[each.role]) > 1:
-            each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
+            each.facts = replace(each.facts, servers_differ_nats=agreements[each.role].largest_nats)
+        each.judge()
     warnings = await in_thread(plan_warnings, config, plan) + [
         line for found in agreements.values() for line in found.warnings
     ]

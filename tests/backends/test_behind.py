@@ -8,8 +8,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec import UNSET
 from vllm_stand_in import StandIn
 
 from spot_async.backends.shared.discovery import behind
@@ -100,45 +103,43 @@ async def test_a_server_that_throttles_each_question_once_is_asked_again(model, 
     assert (await found(model, tmp_path, ["1.5"], throttled=1)).servers == 1
 
 
-async def judged(role: str, said: BehindUrl) -> ServerDiagnosis:
-    class Address:
-        async def behind_url(self, *, deadline: float) -> BehindUrl:
-            return said
-
-    judge = ServerDiagnosis(role, role, Address(), None, None, None, None)  # nothing else is asked for
-    await judge._discover_behind(judge.backend)
+def judged(role: str, said: BehindUrl) -> ServerDiagnosis:
+    judge: Any = SimpleNamespace(
+        role=role, section=f"{role}.backend", facts=SimpleNamespace(behind=said), refusals=[], warnings=[]
+    )
+    ServerDiagnosis._judge_address(judge)
     return judge
 
 
-async def test_a_student_behind_a_balancer_is_refused_and_unlike_teachers_are_warned_of():
+def test_a_student_behind_a_balancer_is_refused_and_unlike_teachers_are_warned_of():
     alike = BehindUrl(servers=2, differing=("process",))
     unlike = BehindUrl(servers=2, differing=("process", "version", "weights"))
     one = BehindUrl(servers=1, differing=())
-    (refusal,) = (await judged("student", alike)).refusals
+    (refusal,) = judged("student", alike).refusals
     assert refusal.startswith("student.backend: at least 2 servers answer at one url, and new weights would reach one")
-    teacher = await judged("teacher", unlike)
+    teacher = judged("teacher", unlike)
     assert teacher.refusals == []
     assert "differ in their version and weights" in teacher.warnings[0]
     for role, said in (("student", one), ("teacher", one), ("teacher", alike)):
-        judge = await judged(role, said)
+        judge = judged(role, said)
         assert (judge.refusals, judge.warnings) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("behind", "words"),
     [
-        ({}, ""),
-        ({"servers_behind_url": None}, "unknown"),
-        ({"servers_behind_url": 1}, "one"),
-        ({"servers_behind_url": 2, "session_header": None}, "at least 2"),
+        (UNSET, ""),
+        (BehindUrl(servers=None, differing=()), "unknown"),
+        (BehindUrl(servers=1, differing=()), "one"),
+        (BehindUrl(servers=2, differing=()), "at least 2"),
         (
-            {"servers_behind_url": 2, "session_header": "X-Session-ID", "session_keeps_server": True},
+            BehindUrl(servers=2, differing=(), session_header="X-Session-ID", session_keeps=True),
             "at least 2; X-Session-ID keeps requests on one",
         ),
     ],
 )
-def test_check_shows_how_many_servers_are_behind_a_url(facts, words):
-    assert dict(ROWS)["servers behind the url"](facts) == words
+def test_check_shows_how_many_servers_are_behind_a_url(behind, words):
+    assert dict(ROWS)["servers behind the url"](SimpleNamespace(behind=behind)) == words
 
 
 def test_different_versions_or_weights_are_two_servers_also_without_a_start():

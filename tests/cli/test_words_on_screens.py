@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -45,9 +47,9 @@ def test_a_line_on_a_replica_says_its_role_once_and_restarts_where_there_were_so
 
 
 def test_check_shows_the_whole_path_of_a_model_on_a_narrow_screen(monkeypatch):
-    monkeypatch.setattr("spot_async.tools.check.servers.ROWS", (("model", lambda facts: facts["model"]),))
+    monkeypatch.setattr("spot_async.tools.check.servers.ROWS", (("model", lambda facts: facts.model),))
     models = {role: f"examples/running_sum_with_a_long_name/of-this-{role}" for role in ("student", "teacher")}
-    roles = {role: {"role": role, "model": model} for role, model in models.items()}
+    roles: Any = {role: SimpleNamespace(role=role, model=model) for role, model in models.items()}
     out = io.StringIO()
     show_servers(Console(file=out, width=80), Diagnosis({}, roles, [], []))
     lines = [line for line in out.getvalue().splitlines() if "─" not in line]

@@ -49,7 +49,7 @@ def test_what_is_found_of_a_real_server_is_what_is_known_of_it(
 ) -> None:
     server = request.getfixturevalue(f"{kind}_student")
     found = examined(tmp_path, models, {"kind": kind, "url": server.url})
-    facts = found.roles["student"]
+    facts = found.roles["student"].as_tree()
     assert found.refusals == []
     assert {name: facts[name] for name in KNOWN[kind]} == KNOWN[kind]
     assert facts["server"].startswith(kind)

@@ -26,6 +26,7 @@ from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.checks.plan import plan_training
 from spot_async.checks.score_rows import RIGHT
+from spot_async.checks.server_facts import ServerFacts
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
@@ -288,7 +289,7 @@ async def test_servers_of_a_role_are_compared_and_offer_what_each_of_them_does(s
     second = Shifted(teacher, server="local 2", max_top_k=8)
     found = await diagnosis_of(services, teacher=Pool("teacher", teacher, second))
     assert list(found.roles) == ["student", "teacher-1", "teacher-2"]
-    assert found.roles["teacher-2"]["servers_differ_nats"] == pytest.approx(3.0, abs=1e-4)
+    assert found.roles["teacher-2"].as_tree()["servers_differ_nats"] == pytest.approx(3.0, abs=1e-4)
     apart, narrow, no_softmax = found.refusals
     assert no_softmax.startswith("teacher.backend (teacher-2): the probabilities of a row sum to 0.05, not to 1")
     assert "teacher-2 gives log-probabilities up to 3 nats from those of teacher-1" in apart
@@ -344,7 +345,7 @@ async def test_attached_students_are_compared_once_they_hold_this_runs_weights(s
 async def test_two_honest_servers_are_safe_and_every_fact_is_known(started: Services) -> None:
     found = await diagnosis_of(started)
     assert (found.refusals, found.warnings) == ([], [])
-    for facts in found.roles.values():
+    for facts in map(ServerFacts.as_tree, found.roles.values()):
         assert {name for name, value in facts.items() if value is None} == set()
         assert facts["score_temperature_probed"] == facts["generation_temperature_probed"] == "request"
         assert facts["seeds_probed"] is True
@@ -445,7 +446,7 @@ async def test_a_teacher_that_masks_most_positions_is_refused_and_no_figure_of_n
     assert round(float(masked[4])) == int(share)
     assert not {"nan", "inf"} & {word for line in shown for word in line}
     if kind is MaskedWholly:
-        facts = found.roles["teacher"]
+        facts = found.roles["teacher"].as_tree()
         assert {facts[name] for name in ("noise_alone_nats", "score_rows")} == {None}
 
 
@@ -464,9 +465,9 @@ async def test_masked_positions_are_those_of_what_the_policy_asks_for(
 ) -> None:
     by_text = {"every_position": False, "exact_entropy": False, "generation": False}
     found = await diagnosis_of(services, f"policy={policy}", teacher=NamesByText(services["teacher"], **by_text))
-    assert found.roles["teacher"]["masked_share"] == pytest.approx(masked, abs=0.03)
+    assert found.roles["teacher"].as_tree()["masked_share"] == pytest.approx(masked, abs=0.03)
     assert ["% of the positions of the student" in line for line in found.refusals] == [True] * (masked > 0.6)
-    assert found.roles["teacher"]["noise_alone_nats"] == 0.0
+    assert found.roles["teacher"].as_tree()["noise_alone_nats"] == 0.0
 
 
 @with_backends
@@ -549,7 +550,7 @@ async def test_a_teacher_of_which_the_server_holds_another_model_is_named(servic
 @with_backends
 async def test_what_cannot_be_asked_is_unknown_and_named(services: Services) -> None:
     found = await diagnosis_of(services, teacher=RefusesScores(services["teacher"]))
-    facts = found.roles["teacher"]
+    facts = found.roles["teacher"].as_tree()
     assert facts["noise_alone_nats"] == 0.0  # of what it samples
     assert facts["score_temperature_probed"] is None
     assert facts["round_trip_s"] is None
@@ -570,7 +571,7 @@ async def test_a_question_of_the_start_that_is_throttled_is_asked_again(
 ) -> None:
     found = await diagnosis_of(services, teacher=Throttles(services["teacher"], 3, asked_s))
     assert (found.refusals, found.warnings) == ([], [])
-    assert {name for name, value in found.roles["teacher"].items() if value is None} == set()
+    assert {name for name, value in found.roles["teacher"].as_tree().items() if value is None} == set()
 
 
 @with_backends
@@ -614,7 +615,7 @@ async def test_a_paid_teacher_that_throttles_at_the_start_is_checked_wholly_and_
             found = await diagnosis_of(services, "policy=opd", teacher=teacher)  # type: ignore[arg-type]
     assert found.refusals == []
     assert [line for line in found.warnings if "could not" in line] == []
-    facts = found.roles["teacher"]
+    facts = found.roles["teacher"].as_tree()
     assert facts["score_rows"] == RIGHT
     assert None not in (facts["noise_together_nats"], facts["masked_share"], facts["round_trip_s"])
     assert paid.account.total.unknown == 0
@@ -715,7 +716,7 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
 
 @pytest.mark.parametrize(("score", "words"), [("replace", "the first is scored"), ("sum", "their sum is scored")])
 def test_the_table_says_which_end_tokens_stand_for_the_students(score, words):
-    facts = {"end_tokens": "a (2), b (1)", "end_tokens_as_students": False, "end_token_scores": score}
+    facts = SimpleNamespace(end_tokens="a (2), b (1)", end_tokens_as_students=False, end_token_scores=score)
     assert dict(ROWS)["end token"](facts) == f"a (2), b (1); {words} in place of the student's"
 
 
@@ -758,7 +759,7 @@ async def test_a_prompt_of_the_teachers_own_is_compared_with_the_students(
     assert [[begin for begin in (ENDS, FIRST, OTHERS) if line.startswith(begin)] for line in found.warnings] == [
         [begin] for begin in expected
     ]
-    facts = found.roles["teacher"]
+    facts = found.roles["teacher"].as_tree()
     assert {name for name, value in facts.items() if value is None} == set()
     words = {line.strip().split("  ")[0] for line in screen_text(found).splitlines()}
     assert {"first token, own prompt", "other tokens, own prompt"} < words

@@ -208,5 +208,6 @@ def print_json(screen: Console, found: FilesCheck, diagnosis: Diagnosis | None) 
     """Print for programs what a run takes, what this machine lacks, and of servers their facts (null if unknown)."""
     tree: dict[str, Any] = {"requirements": found.needed.as_tree(), "lacking": found.lacking}
     if diagnosis is not None:
-        tree |= {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
+        roles = {name: facts.as_tree() for name, facts in diagnosis.roles.items()}
+        tree |= {"roles": roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from msgspec import UNSET
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -15,15 +16,17 @@ from rich.text import Text
 from spot_async.checks.diagnosis import Diagnosis
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import RIGHT
-from spot_async.checks.server_diagnosis import UNLIKELY, Fact
+from spot_async.checks.server_diagnosis import UNLIKELY
+from spot_async.checks.server_facts import Answer, ServerFacts, known
 from spot_async.config import Config
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
 from spot_async.running.services import Companions, open_services
 from spot_async.telemetry.console import percent
 from spot_async.tools.check.view import show_warnings
+from spot_async.types import LogprobTemperature
 
-Facts = Mapping[str, Fact]
+T = TypeVar("T")
 
 
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
@@ -39,9 +42,9 @@ async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis
 
 def show_servers(screen: Console, diagnosis: Diagnosis) -> None:
     """Print the table, then what follows from it."""
-    by_role: dict[str, dict[str, Facts]] = {}
+    by_role: dict[str, dict[str, ServerFacts]] = {}
     for name, facts in diagnosis.roles.items():
-        by_role.setdefault(str(facts["role"]), {})[name] = facts
+        by_role.setdefault(facts.role, {})[name] = facts
     table = Table("", *by_role, box=box.SIMPLE_HEAD, pad_edge=False)
     for label, words in ROWS:
         cells = [_cell({name: words(facts) for name, facts in servers.items()}) for servers in by_role.values()]
@@ -65,145 +68,151 @@ def _cell(said: Mapping[str, str]) -> str:
     return "\n".join(f"{', '.join(those)}: {words}" for words, those in names.items())
 
 
-def _known(name: str, form: Callable[[Any], str] = str, absent: str = "unknown") -> Callable[[Facts], str]:
-    """Return what says a fact in words: `absent` where nobody asked for it, `unknown` where nobody could tell."""
-
-    def words(facts: Facts) -> str:
-        if name not in facts:
-            return absent
-        return "unknown" if facts[name] is None else form(facts[name])
-
-    return words
+def _words(answer: Answer[T], form: Callable[[T], str] = str, absent: str = "unknown") -> str:
+    """Say a fact in words: `absent` where nobody asked for it, `unknown` where nobody could tell."""
+    if answer is UNSET:
+        return absent
+    return "unknown" if answer is None else form(answer)
 
 
-def _yes(value: Fact) -> str:
+def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _nats(value: Any) -> str:
+def _nats(value: float) -> str:
     return f"{value:.1e} nats"
 
 
-def _fingerprint(facts: Facts) -> str:
-    same = "" if facts["vocab_as_students"] else ", NOT the student's"
-    left_out = facts["vocab_rows_left_out"]
+def _fingerprint(facts: ServerFacts) -> str:
+    same = "" if facts.vocab_as_students else ", NOT the student's"
+    left_out = facts.vocab_rows_left_out
     rows = f", {left_out} rows beyond the common ones left out" if left_out else ""
-    return f"{facts['vocab_size']} tokens, {str(facts['vocab_fingerprint'])[:8]}{same}{rows}"
+    return f"{facts.said.vocab_size} tokens, {facts.said.vocab_fingerprint[:8]}{same}{rows}"
 
 
-def _entropy(facts: Facts) -> str:
-    if not facts["score_top_k"]:
+def _entropy(facts: ServerFacts) -> str:
+    if not facts.said.max_top_k:
         return "none"
-    return "exact" if facts["exact_entropy"] else "bounds"
+    return "exact" if facts.said.exact_entropy else "bounds"
 
 
-def _temperature(name: str, feature: str) -> Callable[[Facts], str]:
-    def words(facts: Facts) -> str:
-        if facts[name] is None:
-            return feature
-        said = {"request": "the request's", "one": "1 always"}
-        seen = facts.get(f"{name}_probed")
-        found = "not probed" if seen is None else "probed" if seen == facts[name] else f"PROBED: {said[str(seen)]}"
-        return f"{said[str(facts[name])]} ({found})"
-
-    return words
+def _temperature(said: LogprobTemperature, probed: Answer[LogprobTemperature]) -> str:
+    words, seen = {"request": "the request's", "one": "1 always"}, known(probed)
+    found = "not probed" if seen is None else "probed" if seen == said else f"PROBED: {words[seen]}"
+    return f"{words[said]} ({found})"
 
 
-def _behind_own_prompt(name: str) -> Callable[[Facts], str]:
-    def words(facts: Facts) -> str:
-        own, students = facts.get(name), facts.get(f"{name}_students_prompt")
+def _score_temperature(facts: ServerFacts) -> str:
+    said, probed = facts.said.score_temperature, facts.score_temperature_probed
+    return _temperature(said, probed) if facts.scores else "scores nothing"
+
+
+def _generation_temperature(facts: ServerFacts) -> str:
+    said, probed = facts.said.generation_temperature, facts.generation_temperature_probed
+    return _temperature(said, probed) if facts.samples else "samples nothing"
+
+
+def _behind_own_prompt(part: str) -> Callable[[ServerFacts], str]:
+    def words(facts: ServerFacts) -> str:
+        own, students = (getattr(known(each), part, None) for each in (facts.own_prompts, facts.students_prompts))
         return "" if own is None or students is None else f"{own:.3g}, {students:.3g} behind the student's"
 
     return words
 
 
-def _repeatability(facts: Facts) -> str:
-    if facts.get("noise_alone_nats") is None:
+def _repeatability(facts: ServerFacts) -> str:
+    return _words(facts.noise, lambda noise: f"{_nats(noise.alone)} alone, {_nats(noise.largest)} together")
+
+
+def _disagreement(facts: ServerFacts) -> str:
+    found = known(facts.disagreement)
+    if found is None or found.nats is None:
         return "unknown"
-    return f"{_nats(facts['noise_alone_nats'])} alone, {_nats(facts['noise_together_nats'])} together"
+    return f"{_nats(found.nats)}, {found.limit_nats:.2g} at most"
 
 
-def _disagreement(facts: Facts) -> str:
-    if facts.get("disagreement_nats") is None:
-        return "unknown"
-    return f"{_nats(facts['disagreement_nats'])}, {facts['disagreement_limit_nats']:.2g} at most"
-
-
-def _seeds(facts: Facts) -> str:
-    if facts["seeds"] is None:
+def _seeds(facts: ServerFacts) -> str:
+    if not facts.samples:
         return "samples nothing"
-    return _known("seeds_probed", lambda seen: f"{_yes(seen)} (probed)")(facts)
+    return _words(facts.seeds_probed, lambda seen: f"{_yes(seen)} (probed)")
 
 
-def _end_tokens(facts: Facts) -> str:
-    if facts["end_tokens_as_students"]:
-        return str(facts["end_tokens"])
-    scored = {"replace": "the first is", "sum": "their sum is"}[str(facts["end_token_scores"])]
-    return f"{facts['end_tokens']}; {scored} scored in place of the student's"
+def _end_tokens(facts: ServerFacts) -> str:
+    if facts.end_tokens_as_students:
+        return facts.end_tokens
+    scored = {"replace": "the first is", "sum": "their sum is"}[facts.end_token_scores]
+    return f"{facts.end_tokens}; {scored} scored in place of the student's"
 
 
-def _template(facts: Facts) -> str:
-    same = "the student's" if facts["chat_template_as_students"] else "its own"
-    return f"{same}, renders training prompts" if facts["chat_template_used"] else same
+def _template(facts: ServerFacts) -> str:
+    same = "the student's" if facts.chat_template_as_students else "its own"
+    return f"{same}, renders training prompts" if facts.chat_template_used else same
 
 
-def _weights(facts: Facts) -> str:
-    if not facts["weight_update"]:
+def _weights(facts: ServerFacts) -> str:
+    said = facts.said
+    if not said.weight_update:
         return "takes none"
-    holds = (
-        "holds unknown weights until the first are sent" if facts["version"] is None else f"holds {facts['version']}"
-    )
-    checked = {True: "checked when loaded", False: "not checked when loaded"}.get(facts["weights_checked"] is True)
-    if facts["weights_checked"] is None:
-        checked = "the first tell whether they can be checked"
-    return f"{_known('weight_transport')(facts)}; {holds}; {checked}"
+    holds = "holds unknown weights until the first are sent" if said.version is None else f"holds {said.version}"
+    checked = {
+        True: "checked when loaded",
+        False: "not checked when loaded",
+        None: "the first tell whether they can be checked",
+    }[said.weights_checked]
+    return f"{_words(said.weight_transport)}; {holds}; {checked}"
 
 
-def _behind(facts: Facts) -> str:
-    if "servers_behind_url" not in facts:
+def _behind(facts: ServerFacts) -> str:
+    behind = known(facts.behind)
+    if behind is None:
         return ""
-    servers = facts["servers_behind_url"]
-    if servers is None or servers == 1:
-        return "unknown" if servers is None else "one"
-    if facts["session_header"] is None:
-        return f"at least {servers}"
-    keeps = "keeps requests on one" if facts["session_keeps_server"] else "does not keep requests on one"
-    return f"at least {servers}; {facts['session_header']} {keeps}"
+    if behind.servers is None or behind.servers == 1:
+        return "unknown" if behind.servers is None else "one"
+    if behind.session_header is None:
+        return f"at least {behind.servers}"
+    keeps = "keeps requests on one" if behind.session_keeps else "does not keep requests on one"
+    return f"at least {behind.servers}; {behind.session_header} {keeps}"
 
 
-ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
-    ("backend", _known("backend")),
-    ("server", _known("server")),
+def _masked(facts: ServerFacts) -> str:
+    return _words(facts.rows, lambda rows: _words(rows.masked, percent), "scores nothing")
+
+
+def _rows(facts: ServerFacts) -> str:
+    words = {RIGHT: "yes (probed)", None: "unknown"}
+    return _words(facts.rows, lambda rows: words.get(rows.order, "NO"), "scores nothing")
+
+
+ROWS: tuple[tuple[str, Callable[[ServerFacts], str]], ...] = (
+    ("backend", lambda facts: facts.backend),
+    ("server", lambda facts: facts.said.server),
     ("servers behind the url", _behind),
-    ("model", _known("model")),
+    ("model", lambda facts: facts.said.model),
     ("vocabulary", _fingerprint),
     ("end token", _end_tokens),
     ("chat template", _template),
-    ("context", lambda facts: f"{facts['context_tokens']}, {facts['context_tokens_needed']} needed"),
-    ("top-K of scores", lambda facts: f"{facts['score_top_k']}, {facts['score_top_k_needed']} needed"),
-    ("top-K of samples", _known("generation_top_k")),
-    ("top-K of single positions", _known("position_top_k")),
+    ("context", lambda facts: f"{facts.said.max_context_tokens}, {facts.context_tokens_needed} needed"),
+    ("top-K of scores", lambda facts: f"{facts.said.max_top_k}, {facts.score_top_k_needed} needed"),
+    ("top-K of samples", lambda facts: str(facts.said.max_generation_top_k)),
+    ("top-K of single positions", lambda facts: str(facts.said.max_position_top_k)),
     ("entropy", _entropy),
-    ("candidates", _known("candidate_logprobs")),
-    ("token-id prompts", _known("token_id_prompts", _yes)),
-    ("log-probabilities", lambda facts: f"of the {facts['logprob_convention']} distribution"),
-    ("temperature of scores", _temperature("score_temperature", "scores nothing")),
-    ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
-    ("masked positions", _known("masked_share", percent, "scores nothing")),
-    (
-        "scores of the right rows",
-        _known("score_rows", lambda order: "yes (probed)" if order == RIGHT else "NO", "scores nothing"),
-    ),
-    ("first token, own prompt", _behind_own_prompt("first_token_logprob")),
-    ("other tokens, own prompt", _behind_own_prompt("other_tokens_logprob")),
+    ("candidates", lambda facts: facts.said.candidate_logprobs),
+    ("token-id prompts", lambda facts: _yes(facts.said.token_id_prompts)),
+    ("log-probabilities", lambda facts: f"of the {facts.said.logprob_convention} distribution"),
+    ("temperature of scores", _score_temperature),
+    ("temperature of samples", _generation_temperature),
+    ("masked positions", _masked),
+    ("scores of the right rows", _rows),
+    ("first token, own prompt", _behind_own_prompt("first")),
+    ("other tokens, own prompt", _behind_own_prompt("rest")),
     ("repeatability", _repeatability),
-    ("servers apart", _known("servers_differ_nats", _nats, "")),
-    ("samples of the whole", _known("truncation_p_value", lambda p: _yes(p >= UNLIKELY))),
+    ("servers apart", lambda facts: _words(facts.servers_differ_nats, _nats, "")),
+    ("samples of the whole", lambda facts: _words(facts.truncation_p_value, lambda p: _yes(p >= UNLIKELY))),
     ("samples against scores", _disagreement),
     ("seeds honoured", _seeds),
-    ("prefix caching", _known("prefix_caching", _yes)),
-    ("frees abandoned requests", _known("abort", _yes)),
+    ("prefix caching", lambda facts: _words(facts.said.prefix_caching, _yes)),
+    ("frees abandoned requests", lambda facts: _yes(facts.said.abort)),
     ("new weights", _weights),
-    ("updates in flight", _known("in_flight_updates", _yes)),
-    ("round trip", _known("round_trip_s", lambda seconds: f"{seconds * 1000:.1f} ms")),
+    ("updates in flight", lambda facts: _yes(facts.said.in_flight_updates)),
+    ("round trip", lambda facts: _words(facts.round_trip_s, lambda seconds: f"{seconds * 1000:.1f} ms")),
 )
