@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import httpx
+from urllib.parse import urlsplit
 
 # The words of nginx, Apache, Go's servers, Jetty and Tomcat. Others close the connection or send a TLS alert.
 WANTS_TLS = re.compile(
@@ -64,10 +63,10 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
 
 def _of_redirect(location: str, section: str) -> str:
     """Name no more of the new address than its place: the rest may hold what was sent."""
-    with contextlib.suppress(httpx.InvalidURL, ValueError):
-        url = httpx.URL(location)
-        if url.host:
-            place = f"{url.scheme or 'https'}://{url.netloc.decode()}"
+    with contextlib.suppress(ValueError):
+        url = urlsplit(location)  # whatever bytes it is of, which httpx would refuse
+        if url.hostname is not None:
+            place = f"{url.scheme or 'https'}://{url.netloc.rpartition('@')[2]}"
             return f"it redirects to {place}: if that is the server, write it in {section}.url"
     return f"it redirects to another path, perhaps to log in: give the server's own address in {section}.url"
 
