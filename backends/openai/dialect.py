@@ -27,8 +27,7 @@ from spot_async.errors import (
 from spot_async.spending.prices import Size
 from spot_async.types import IntArray, LogprobTemperature, SamplingSettings
 
-from ..shared.advice import Access, of_reply
-from ..shared.failures import FailedReply
+from ..shared.failures import Access, FailedReply, advice_on
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +158,7 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     """
     reply = FailedReply(status, body)
     message = f"{role}: {reply.answer}"
-    if of_reply(status, reply.said, {}, Access(role, "http", ())):
+    if advice_on(reply, Access(role, "http", ())):
         return None
     if status == 404 and "model" in reply.said.lower():
         return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")

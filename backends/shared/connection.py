@@ -21,7 +21,7 @@ from spot_async.base.addresses import is_loopback
 from spot_async.base.secrets import SECRETS
 from spot_async.errors import ConfigError
 
-from .advice import Access
+from .failures import Access
 
 PROXY_SCHEMES = ("http", "https")
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "x-api-key", "cookie"})

@@ -3,7 +3,7 @@
 Every 429, 5xx, broken connection and unreadable reply over HTTP gets its class here; `local/server.py` has the classes
 that our own server names. The class decides what is done (`RetryPolicy.delay_s` in `spot_async.base.retry`). A backend
 may reword an error in its server's terms (`http.ReadError`). If its server uses a status in an unusual way, that is
-handled here.
+handled here. Messages say which setting to change, where a refusal tells.
 
 Statuses were measured with vLLM 0.32.0 and SGLang 0.5.23. Those of hosted endpoints are from their documentation as of
 November 2026: OpenAI and Azure (`retry-after-ms`, `insufficient_quota`), Anthropic (529,
@@ -13,15 +13,17 @@ a limit is fully restored, which is long after the next request would be allowed
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import math
 import os
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -41,13 +43,11 @@ from spot_async.errors import (
     UnreachableError,
 )
 
-from .advice import TLS_ALERT, Access, of_handshake, of_reply
 from .excerpts import UNREADABLE, is_page, page_text
 
 ERROR_EXCERPT_CHARACTERS = 300
 SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
 PAGE_HEAD_BYTES = 256
-UNKNOWN_ACCESS = Access()
 THROTTLED = (429, 503, 529)
 # 4xx that pass: timeouts, a lock that another request holds, a request that came too early.
 TRANSIENT = (408, 409, 425)
@@ -60,6 +60,35 @@ SPENT = frozenset(
 # SGLang's answer to a request that was sent again after its connection broke, while it still works on the first.
 STILL_THERE = b"Duplicate request ID"
 NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+# The words of nginx, Apache, Go's servers, Jetty and Tomcat. Others close the connection or send a TLS alert.
+WANTS_TLS = re.compile(
+    r"plain HTTP request was sent to HTTPS|HTTP request to an HTTPS|plain HTTP to an SSL|host and port requires TLS",
+    re.I,
+)
+TLS_ALERT = r"b'\x15\x03"  # the beginning of a TLS alert, as errors show bytes
+OLD_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL")  # OpenSSL's words
+NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
+# Gateways that refuse a key with 400: LiteLLM without a database, Google.
+WRONG_KEY = re.compile(
+    r"no connected db|authentication[ _]?error|\b(invalid|incorrect|wrong|malformed|missing|no)[ _-]api[ _-]?key"
+    r"|api[ _-]?key (is )?(not valid|invalid|expired|missing|required)",
+    re.I,
+)
+BASIC = re.compile(r"(^|,)\s*basic\b", re.IGNORECASE)
+BEARER = re.compile(r"(^|,)\s*bearer\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a server is reached, according to its settings."""
+
+    section: str = "backend"  # the settings' place in the configuration
+    scheme: Literal["http", "https", "unix"] = "unix"
+    # The settings given that name its credentials; None if it has no such settings.
+    credentials: Sequence[str] | None = None
+
+
+UNKNOWN_ACCESS = Access()
 
 
 @dataclass(frozen=True)
@@ -107,9 +136,7 @@ def classify(
 
 def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -> RequestError:
     status = reply.status
-    advice = of_reply(
-        status, " ".join([reply.said, *sorted(_codes(reply.body))]), reply.headers, access, is_page=reply.is_page
-    )
+    advice = advice_on(reply, access)
     message = f"{request}: {reply.answer}" + (f"; {advice}" if advice else "")
     if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
         return PermanentError(f"{message}; the account has no credit left")
@@ -145,7 +172,7 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
                 )
             case ssl.SSLError() if not has_answered:
                 reasons = [getattr(each, "reason", None) for each in causes if isinstance(each, ssl.SSLError)]
-                advice = of_handshake(next(filter(None, reasons), None))
+                advice = _of_handshake(next(filter(None, reasons), None))
                 return PermanentError(f"{message}: {advice}" if advice else message)
             case BadStatusLine():
                 came = _shown_bytes(cause.message)
@@ -171,6 +198,59 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
     if isinstance(error, aiohttp.ClientPayloadError):
         broken.in_short = "reply cut off"
     return broken
+
+
+def advice_on(reply: FailedReply, access: Access) -> str:
+    """Return which setting to change after a refusal; empty if that is not known."""
+    said = " ".join([reply.said, *sorted(_codes(reply.body))])
+    match reply.status:
+        case 301 | 302 | 307 | 308:
+            return _of_redirect(reply.headers.get("location", ""), access.section)
+        case 400 | 401 | 403 if access.credentials is not None and (reply.status != 400 or WRONG_KEY.search(said)):
+            return _of_credentials(reply, access.section, access.credentials)
+        case 407:
+            return "the proxy wants a password: give it in HTTP_PROXY"
+        case 413:
+            return (
+                "the request is larger than the server, or a proxy before it, takes: raise that limit (of nginx "
+                "client_max_body_size), or lower sampling.max_response_tokens"
+            )
+        case 502 | 504 if reply.is_page:  # inference servers send none
+            return "a gateway says so: does the server behind it run?"
+        case _ if WANTS_TLS.search(said) and access.scheme == "http":
+            return f"it speaks TLS: write https:// in {access.section}.url"
+    return ""
+
+
+def _of_redirect(location: str, section: str) -> str:
+    """Name no more of the new address than its place: the rest may hold what was sent."""
+    with contextlib.suppress(ValueError):
+        url = urlsplit(location)  # whatever bytes it is of, which httpx would refuse
+        if url.hostname is not None:
+            place = f"{url.scheme or 'https'}://{url.netloc.rpartition('@')[2]}"
+            return f"it redirects to {place}: if that is the server, write it in {section}.url"
+    return f"it redirects to another path, perhaps to log in: give the server's own address in {section}.url"
+
+
+def _of_credentials(reply: FailedReply, section: str, given: Sequence[str]) -> str:
+    wanted = reply.headers.get("www-authenticate", "")
+    wants_password = BASIC.search(wanted) and not BEARER.search(wanted)
+    if wants_password and "secret_headers" not in given:
+        return (
+            "it wants a user and a password: name a variable that holds 'Basic ' and the base64 of user:password in "
+            f"{section}.secret_headers, as {{Authorization: VARIABLE}}"
+        )
+    if given:
+        return f"check the key that {' and '.join(f'{section}.{each}' for each in given)} names"
+    wants = "wants" if reply.status == 401 else "may want"
+    return f"it {wants} a key: name the environment variable that holds it in {section}.api_key_env"
+
+
+def _of_handshake(reason: str | None) -> str:
+    """Return advice on a failed TLS handshake. `reason` is OpenSSL's."""
+    if reason in OLD_TLS:
+        return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
+    return "is it http, not https?" if reason in NO_TLS else ""
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

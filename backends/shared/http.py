@@ -30,11 +30,10 @@ from spot_async.base.tasks import Opened
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.types import Traffic
 
-from .advice import Access
 from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, header, parts_of, stated_length
 from .connection import secret_parts
 from .excerpts import UNREADABLE, excerpt, shortened
-from .failures import UNKNOWN_ACCESS, FailedReply, classify
+from .failures import UNKNOWN_ACCESS, Access, FailedReply, classify
 
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open connection was closed
 LONG_BODY_BYTES = 1 << 18

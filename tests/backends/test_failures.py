@@ -14,9 +14,8 @@ import aiohttp
 import pytest
 
 from spot_async import errors
-from spot_async.backends.shared.advice import Access
 from spot_async.backends.shared.excerpts import page_text, shortened
-from spot_async.backends.shared.failures import FailedReply, classify, retry_after_s
+from spot_async.backends.shared.failures import Access, FailedReply, classify, retry_after_s
 from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import FailureClass, RequestError, ThrottledError
