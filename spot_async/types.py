@@ -15,15 +15,16 @@ Conventions, everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from spot_async.config import SamplingConfig
+from spot_async.errors import ContractError
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -33,6 +34,17 @@ Float64Array = npt.NDArray[np.float64]  # for computing
 
 FinishReason = Literal["stop", "length"]
 LARGEST_REWARD = 1e30  # squares of such numbers, and sums of them, are still finite
+
+
+class Renamed(msgspec.StructMeta):
+    """Makes structs that answer a field's old name with the new one, as their `renamed` says."""
+
+    renamed: Mapping[str, str]
+
+    def __call__(cls, *values: Any, **fields: Any) -> Any:
+        if old := fields.keys() & cls.renamed.keys():
+            raise ContractError("; ".join(f"{cls.__name__}.{name} is now {cls.renamed[name]}" for name in sorted(old)))
+        return super().__call__(*values, **fields)
 
 
 class WeightVersion(NamedTuple):
@@ -317,8 +329,10 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion | None = None  # as a `Pull`'s
 
 
-class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Renamed):
     """Everything the trainer needs of one trajectory: a sum of terms. It names no method."""
+
+    renamed: ClassVar = {"teacher_logprobs": "a pull: give pulls=(pull(scores),)"}
 
     prompt_ordinal: int
     problem_id: str
@@ -352,8 +366,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     record: dict[str, Any]
 
 
-class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     """What a policy needs from the backends. Checked against their `Capabilities` before the first request."""
+
+    renamed: ClassVar = {
+        "soft_target_bytes": "term_bytes",
+        "soft_target_bytes_per_token": "term_bytes_per_token",
+    }
 
     teachers: tuple[str, ...] = ()  # names of those that it asks, where it asks several; each as the fields below say
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing

@@ -159,13 +159,19 @@ class GivesTeacherLogprobs(Theirs):
         return [Supervision(teacher_logprobs=np.zeros(1))]
 
 
-def test_a_policy_that_gives_a_field_of_before_is_told_which_and_where() -> None:
+def test_a_policy_that_gives_the_teachers_log_probabilities_is_told_to_give_a_pull() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         simulated_run(GivesTeacherLogprobs(), iterations=1)
-    said = str(root_cause(caught.value))
-    assert said.startswith("policy GivesTeacherLogprobs.supervise")
-    assert "'teacher_logprobs'" in said
-    assert f", at {__file__}:" in said
+    assert str(root_cause(caught.value)).startswith(
+        "policy GivesTeacherLogprobs.supervise: Supervision.teacher_logprobs is now a pull: give pulls=(pull(scores),)"
+        f", at {__file__}:"
+    )
+
+
+@pytest.mark.parametrize("old", ["soft_target_bytes", "soft_target_bytes_per_token"])
+def test_a_need_by_its_old_name_is_answered_with_the_new_one(old: str) -> None:
+    with pytest.raises(PluginError, match=f"PolicyNeeds.{old} is now {old.replace('soft_target', 'term')}"):
+        PolicyNeeds(**{old: 8})
 
 
 def test_wrong_supervision_of_our_own_policies_stays_a_bug_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
