@@ -106,7 +106,7 @@ class ServerDiagnosis:
         """Yield the questions in their order. What was answered decides which come next, and how they are asked."""
         backend, asked, said = self.backend, self.asked, self.said
         if isinstance(backend, SharedAddress):
-            yield Probe("behind", "which servers answer at its url", self._servers_behind(backend))
+            yield Probe("behind", "which servers answer at its url", self._servers_behind(backend), decides=True)
         if self.facts.scores:
             top_k = min(TOP_K, said.max_top_k) if said.every_position else self._run_top_k
             yield Probe("noise", "scores again", discovery.score_noise(backend, asked, top_k))
