@@ -90,7 +90,6 @@ app.command(
 )(servers.serve)
 app.command(cls=ConfiguredCommand, help=flowing(servers.check))(servers.check)
 app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
-app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
 app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
 app.command(help=flowing(files.report))(files.report)

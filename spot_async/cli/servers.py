@@ -1,4 +1,4 @@
-"""The commands that ask servers, without a run: `check`, `serve`, `tune` and `forecast`."""
+"""The commands that ask servers, without a run: `check`, `serve` and `tune`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def working_directory(given: Path | None) -> Iterator[Path]:
         yield path.resolve()
 
 
+OneTeacher: TypeAlias = Annotated[
+    str | None, typer.Option("--teacher", metavar="NAME", help="of several `teachers`, the one that this is about")
+]
+
+
 def check(
     target: Annotated[
         str, typer.Argument(metavar="CONFIG|FILE", help="a run's YAML file; or a problem file, or its hub id")
@@ -53,6 +58,11 @@ def check(
     earlier: Annotated[
         Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths are assumed")
     ] = None,
+    slope: Annotated[
+        int | None,
+        typer.Option("--slope", metavar="N", min=2, help="also supervise N problems: is the teacher worth it?"),
+    ] = None,
+    teacher: OneTeacher = None,
     json: Annotated[bool, typer.Option("--json", help="print what was found of CONFIG as JSON")] = False,
     directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
     against: Annotated[
@@ -65,7 +75,8 @@ def check(
 
     Of CONFIG, it reads all files as `train` would, then starts or attaches the run's servers and asks them everything
     that a run depends on. `train` makes the same checks before it begins. Nothing is trained. `simulate` estimates the
-    time of an iteration.
+    time of an iteration. With --slope N the run's policy also supervises N problems: what do the teacher, outcomes and
+    probes bring a response, to first order?
 
     Of a problem FILE, it shows what is kept, dropped and mended, which answers cannot be verified, and what overlaps.
 
@@ -75,40 +86,47 @@ def check(
     from spot_async.tools.check import command
 
     if not target.endswith((".yaml", ".yml")):
-        if no_servers or earlier or json or directory:
-            raise ConfigError("--no-servers, --from, --json and --directory are for a run's YAML file")
+        if no_servers or earlier or slope or teacher or json or directory:
+            raise ConfigError(
+                "--no-servers, --from, --slope, --teacher, --json and --directory are for a run's YAML file"
+            )
         is_verifiable = command.show_file(screen, target, settings or (), against or (), verifier, model)
         if not is_verifiable:
             raise typer.Exit(1)
         return
     from spot_async.checks.machine import check_room
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
+    from spot_async.tools.check.slope import check_slope
 
     if verifier or model:
         raise ConfigError("--verifier and --model are for files; CONFIG names them")
-    config = downloaded(load_config(Path(target), settings or ()), weights=() if no_servers else ROLES)
+    if slope and no_servers:
+        raise ConfigError("--slope asks the run's servers: leave out --no-servers")
+    config = load_config(Path(target), settings or ())
+    if teacher is not None:
+        config = config.with_teacher(teacher, "check")
+    config = downloaded(config, weights=() if no_servers else ROLES)
     plan = plan_training(config, starts=not no_servers)
+    if slope:
+        check_slope(config, plan)
     path = RunDirectory.choose_path(config, name_of(Path(target)))
     found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
     if not json:
         command.show_run(screen, config, plan, path, found, against or ())
-    diagnosis = None
+    diagnosis = measured = None
     if not no_servers:
         try:
             with working_directory(directory) as place:
-                diagnosis = command.check_servers(screen, config, plan, place, is_shown=not json)
+                diagnosis, measured = command.check_servers(
+                    screen, config, plan, place, is_shown=not json, problems=slope
+                )
         except (SpotError, BaseExceptionGroup) as error:
             fail(root_cause(error), code=1)
     if json:
-        command.print_json(screen, found, diagnosis)
+        command.print_json(screen, found, diagnosis, measured)
     check_room(path, config, plan)
     if diagnosis is not None and diagnosis.refusals:
         raise typer.Exit(1)
-
-
-OneTeacher: TypeAlias = Annotated[
-    str | None, typer.Option("--teacher", metavar="NAME", help="of several `teachers`, the one that this is about")
-]
 
 
 def serve(context: typer.Context) -> None:
@@ -162,61 +180,3 @@ def tune(
 
     with working_directory(directory) as path:
         command.run(screen, settings, plan, path, options)
-
-
-def forecast(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    teacher: OneTeacher = None,
-    prompts: Annotated[int, typer.Option(min=2, help="problems to measure")] = 50,
-    rollouts: Annotated[int, typer.Option(min=1, help="responses of the student to each problem")] = 8,
-    probes: Annotated[int, typer.Option(min=2, help="continuations of each candidate, more than policy.probes")] = 16,
-    limit_tokens: Annotated[
-        int | None, typer.Option(min=1, help="begin no further problem once so many tokens were generated")
-    ] = None,
-    worth: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="gain a decision that counts as help; default: 0.01, or a tenth of the accuracy"),
-    ] = None,
-    earlier: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="compute from an earlier forecast's file, and ask no server"),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.forecast.json beside CONFIG")
-    ] = None,
-    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
-) -> None:
-    """Forecast, before any training, whether SPOT can help this student, with this teacher and these problems.
-
-    The untrained student answers a few problems, and SPOT selects and probes as in training, with more probes of each
-    candidate. Says what each method brings, how much the values of candidates differ, what B+ keeps and probes cost,
-    and which keys would change that. Writes a page and a file for programs. Budgets of the configuration hold.
-    """
-    from spot_async.checks.plan import plan_training
-    from spot_async.tools.forecast import command
-    from spot_async.tools.forecast.running import (
-        ForecastOptions,
-        check_measurement,
-        check_options,
-        forecast_config,
-        forecast_notes,
-    )
-
-    output = output or config.with_name(f"{config.stem}.forecast.json")
-    options = ForecastOptions(prompts, rollouts, probes, limit_tokens, worth, config.stem, overrides or (), output)
-    given = load_config(config, overrides or ()).with_teacher(teacher, "a forecast")
-    settings = forecast_config(given)
-    command.check_output(output)
-    if earlier is not None:
-        measurement = command.read_forecast(earlier).measurement
-        check_measurement(settings, measurement)
-    else:
-        check_options(settings, options)
-        settings = downloaded(settings)
-        plan = plan_training(settings)
-
-    if earlier is None:
-        with working_directory(directory) as path:
-            measurement = command.measured_with_progress(screen, settings, plan, path, options)
-    command.show(screen, settings, measurement, options, forecast_notes(given))

@@ -59,6 +59,7 @@ def test_an_option_or_a_file_in_a_commands_place_is_told_with_the_command(monkey
         ("plan", "spot-async check CONFIG --no-servers"),
         ("doctor", "spot-async check CONFIG"),
         ("data", "spot-async check FILE"),
+        ("forecast", "spot-async check CONFIG --slope N"),
         ("conformance", "pytest -p spot_async.testing.conformance.plugin --pyargs spot_async.testing.conformance"),
     ],
 )

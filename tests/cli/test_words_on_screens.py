@@ -20,7 +20,7 @@ from spot_async.tools.check.servers import show_servers
 from spot_async.types import Traffic
 
 
-@pytest.mark.parametrize("command", ["train", "check", "tune", "forecast"])
+@pytest.mark.parametrize("command", ["train", "check", "tune"])
 def test_paragraphs_of_help_fill_the_lines_that_a_screen_has(command):
     lines = CliRunner().invoke(app, [command, "--help"], terminal_width=80).output.splitlines()
     end = next(number for number, line in enumerate(lines) if line.startswith("╭"))

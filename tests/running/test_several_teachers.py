@@ -141,10 +141,10 @@ def test_each_reads_its_own_prompt_at_its_own_temperature(tmp_path):
     assert len(prompt.read_by("math")) > len(prompt.token_ids)
     assert prompt.read_by("code") is prompt.token_ids
     assert (config.temperature("teachers.math"), config.temperature("teachers.code")) == (0.5, 1.0)
-    alone = config.with_teacher("math", "a forecast")
+    alone = config.with_teacher("math", "tune")
     assert (alone.teacher.prompt, alone.prompt.teacher.text) == (None, "{problem} {answer}")
-    with pytest.raises(ConfigError, match=r"teachers: a forecast is about one teacher: give --teacher math or"):
-        config.with_teacher(None, "a forecast")
+    with pytest.raises(ConfigError, match=r"teachers: tune is about one teacher: give --teacher math or"):
+        config.with_teacher(None, "tune")
     with pytest.raises(ConfigError, match=r"teachers\.math\.prompt\.text names \{category\}"):
         plan_training(config.model_copy(update={"teachers": categorised(config)}))
 

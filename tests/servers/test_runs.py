@@ -20,7 +20,6 @@ from served_versions import largest_difference_nats
 
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.tools.forecast.command import read_forecast
 
 HERE = Path(__file__).parent
 ITERATIONS = 3
@@ -56,8 +55,8 @@ def write_config(folder: Path, models: TinyModels, problems: Path, student: Any,
     return path
 
 
-def run(*arguments: str) -> None:
-    """Run a command of ours to a good end."""
+def run(*arguments: str) -> str:
+    """Run a command of ours to a good end, and return what it printed."""
     finished = subprocess.run(
         [sys.executable, "-m", "spot_async", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
@@ -66,6 +65,7 @@ def run(*arguments: str) -> None:
         timeout=600,
     )
     assert finished.returncode == 0, finished.stderr
+    return finished.stdout
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -224,16 +224,12 @@ def test_fifty_versions_of_an_adapter(
     assert "an adapter stays loaded" not in said
 
 
-def test_a_forecast_with_a_student_on_vllm_that_shows_only_the_top_of_its_distributions(
+def test_a_slope_with_a_student_on_vllm_that_shows_only_the_top_of_its_distributions(
     vllm_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
     started = {"kind": "vllm", "launch": vllm_launch.model_dump()}
     config = write_config(tmp_path, models, problems, started, {"kind": "local"})
-    run("forecast", str(config), "--prompts", "6", "--rollouts", "2", "--probes", "4")
-    found = read_forecast(tmp_path / "config.forecast.json")
-    assert len(found.measurement.prompts) == 6
-    positions = [position for prompt in found.measurement.prompts for position in prompt.positions]
-    assert len(positions) > 6
-    assert all(each.judged == 4 for position in positions for each in position.candidates)
-    assert any(each.student is not None for position in positions for each in position.candidates)
-    assert found.forecast.figures["gain"] is not None
+    found = json.loads(run("check", str(config), "--slope", "6", "--json"))["slope"]
+    assert (found["problems"], found["rollouts_per_problem"], found["probes_per_rollout"]) == (6, 4, 16)
+    assert {"teacher/opd_gain", "reward_variance", "tilt", "tilt_standard_error"} <= found["figures"].keys()
+    assert not any("left out" in line for line in found["notes"])

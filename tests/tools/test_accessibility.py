@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from run_files import make_run, metrics_row, spot_sample
 from spot_async.tools.compare.page import comparison_page
 from spot_async.tools.compare.reading import paired, read_evaluated
 from spot_async.tools.compare.statistics import compare
-from spot_async.tools.forecast.command import read_forecast
-from spot_async.tools.forecast.view import forecast_page
 from spot_async.tools.inspect.command import show_sample
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.samples import samples_page
@@ -85,17 +82,7 @@ def comparison(run: Path) -> str:
     return comparison_page(found, runs, ["a note"])
 
 
-def forecast(run: Path) -> str:
-    """One that an experiment recorded, with tables by tier and with other keys."""
-    run.mkdir()
-    with tarfile.open(Path(__file__).parents[2] / "experiments/mechanism/results/part-three.tar.gz") as archive:
-        recorded = archive.extractfile(next(each for each in archive if re.fullmatch(r"forecasts/.*\.json", each.name)))
-        assert recorded is not None
-        (run / "forecast.json").write_bytes(recorded.read())
-    return forecast_page(read_forecast(run / "forecast.json"))
-
-
-@pytest.mark.parametrize("page", [report, sample, listed, comparison, forecast])
+@pytest.mark.parametrize("page", [report, sample, listed, comparison])
 @pytest.mark.parametrize(("width", "dark"), [pytest.param(1280, False, marks=pytest.mark.long), (390, True)])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_axe_finds_nothing(

@@ -40,7 +40,7 @@ READERS = {
     "simulate": [[QUICKSTART, "--from", "RUN"]],
     "check": [[QUICKSTART, "--no-servers", "--from", "RUN"]],
 }
-OTHERS = {"serve", "tune", "forecast"}  # they read configurations, models and problems
+OTHERS = {"serve", "tune"}  # they read configurations, models and problems
 WRITING = {("train", 0), ("train", 1), ("eval", 0), ("push", 0), ("inspect", 1), ("report", 0)}  # these are refused
 
 

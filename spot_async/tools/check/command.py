@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ from spot_async.data.prompts import PromptRenderer, render_all
 from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
+from spot_async.protocols import Verifier
+from spot_async.running.services import OpenServices
 from spot_async.tools.check.problems import JudgedSet, check_set, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
 from spot_async.tools.check.servers import examine, show_servers
+from spot_async.tools.check.slope import Slope, measure_slope, show_slope
 from spot_async.tools.check.view import (
     show_golds,
     show_overlaps,
@@ -194,20 +198,37 @@ def _machine_lines(config: Config, plan: TrainPlan, found: FilesCheck) -> list[s
     ]
 
 
-def check_servers(screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool) -> Diagnosis:
-    """Start or attach the run's servers, ask them, and show what they said. Logs go under `directory`."""
-    if not is_shown:
-        return asyncio.run(examine(config, plan, directory))
-    with screen.status("asking the services"):
-        found = asyncio.run(examine(config, plan, directory))
-    show_servers(screen, found)
-    return found
+def check_servers(
+    screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool, problems: int | None = None
+) -> tuple[Diagnosis, Slope | None]:
+    """Start or attach the run's servers, ask them, and show what they said. Logs go under `directory`.
+
+    With `problems` also measure by so many whether the teacher is worth it.
+    """
+    status = screen.status("asking the services")
+    slopes: list[Slope] = []
+
+    async def measure(services: OpenServices, verifier: Verifier) -> None:
+        assert problems is not None
+        tell = status.update if is_shown else lambda line: None
+        slopes.append(await measure_slope(config, plan, services, verifier, problems, tell))
+
+    with status if is_shown else contextlib.nullcontext():
+        found = asyncio.run(examine(config, plan, directory, None if problems is None else measure))
+    slope = slopes[0] if slopes else None
+    if is_shown:
+        show_servers(screen, found)
+        if slope is not None:
+            show_slope(screen, slope)
+    return found, slope
 
 
-def print_json(screen: Console, found: FilesCheck, diagnosis: Diagnosis | None) -> None:
+def print_json(screen: Console, found: FilesCheck, diagnosis: Diagnosis | None, slope: Slope | None) -> None:
     """Print for programs what a run takes, what this machine lacks, and of servers their facts (null if unknown)."""
     tree: dict[str, Any] = {"requirements": found.needed.as_tree(), "lacking": found.lacking}
     if diagnosis is not None:
         roles = {name: facts.as_tree() for name, facts in diagnosis.roles.items()}
         tree |= {"roles": roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
+    if slope is not None:
+        tree["slope"] = slope
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -19,23 +19,31 @@ from spot_async.checks.score_rows import RIGHT
 from spot_async.checks.server_diagnosis import UNLIKELY
 from spot_async.checks.server_facts import Answer, ServerFacts, known
 from spot_async.config import Config
+from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
-from spot_async.running.services import Companions, open_services
+from spot_async.running.services import Companions, OpenServices, open_services
 from spot_async.telemetry.console import percent
 from spot_async.tools.check.view import show_warnings
 from spot_async.types import LogprobTemperature
 
 T = TypeVar("T")
+Measure = Callable[[OpenServices, Verifier], Awaitable[None]]
 
 
-async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
-    """Open everything but the trainer, ask, and close it again. Logs go under `directory`."""
+async def examine(config: Config, plan: TrainPlan, directory: Path, measure: Measure | None = None) -> Diagnosis:
+    """Open everything but the trainer, ask, and close it again. Logs go under `directory`.
+
+    `measure` is then done with them. They are opened as for training: unsafe ones are refused (ConfigError).
+    """
     spending = make_spending(config, plan)
-    beside = Companions(spending=spending, entered=[make_verifier(config, spending)])
-    opening = open_services(plan.served, directory, run=(config, plan), is_used=False, beside=beside)
+    verifier = make_verifier(config, spending)
+    beside = Companions(spending=spending, entered=[verifier])
+    opening = open_services(plan.served, directory, run=(config, plan), is_used=measure is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
         await open_verifiers(plan.evaluation, stack)
+        if measure is not None:
+            await measure(services, verifier)
         assert services.diagnosis is not None  # of the run
         return services.diagnosis
 

@@ -1,1 +1,0 @@
-"""Forecasts before any training whether SPOT can help: values, kept share, expected gain. It trains nothing."""
