@@ -22,7 +22,6 @@ from spot_async.models.files import read_model
 from spot_async.models.model_size import size_of
 from spot_async.run_directory.layout import name_of
 from spot_async.tools.check import requirements
-from spot_async.tools.check.requirements import machine_memory
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
@@ -270,7 +269,7 @@ def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would
     def estimate(*overrides):
         recipe = f"table1/qwen3-{size}-spot.yaml"
         config = load_config(with_servers(tmp_path, recipe, "lora.yaml"), [*here(recipe), *overrides])
-        return machine_memory(config, plan_training(config))
+        return requirements.machine_memory(config, plan_training(config))
 
     assert [(each.device, each.size) for each in estimate().devices] == [(0, 80)]
     assert estimate().misfits() == []
@@ -282,7 +281,7 @@ def test_lora_lies_over_vllm_as_well(tmp_path, real_sizes):
     interpreters = [f"{role}.backend.launch.python=.venv-vllm/bin/python" for role in ("student", "teacher")]
     recipe = "table1/qwen3-1.7b-spot.yaml"
     config = load_config(with_servers(tmp_path, recipe, "vllm.yaml", "lora.yaml"), [*here(recipe), *interpreters])
-    estimate = machine_memory(config, plan_training(config))
+    estimate = requirements.machine_memory(config, plan_training(config))
     assert [each.device for each in estimate.devices] == [0]
     assert estimate.misfits() == []
 
@@ -301,7 +300,7 @@ def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_
 ):
     def warnings(*overrides):
         config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])
-        return machine_memory(config, plan_training(config)).misfits()
+        return requirements.machine_memory(config, plan_training(config)).misfits()
 
     assert warnings() == []
     (whole,) = warnings("training.sharding=none")

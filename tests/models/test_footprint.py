@@ -12,16 +12,7 @@ import pytest
 from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.config import LoraConfig, SamplingConfig, TrainingConfig
 from spot_async.config.training import ClusterConfig
-from spot_async.models.footprint import (
-    CONTEXT_GIB,
-    GIB,
-    GRAPHS_GIB,
-    WORKSPACE_GIB,
-    MachineMemory,
-    ServerOnDevice,
-    per_device,
-    trainer_memory,
-)
+from spot_async.models.footprint import ASLEEP_GIB, GIB, MachineMemory, ServerOnDevice, per_device, trainer_memory
 from spot_async.models.model_size import size_of, training_operations
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -153,7 +144,7 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
 
 def server_on(role, device, size, *, memory_fraction, sleeps):
     """Return a server's part of a device of 80 GiB, which it has to itself."""
-    taken = 2 * size.parameters / GIB + WORKSPACE_GIB
+    taken = 2 * size.parameters / GIB + 3  # context, graphs, activations
     return ServerOnDevice(role, role, device, 80.0, memory_fraction, taken, size.cache_bytes_on(1), sleeps=sleeps)
 
 
@@ -304,12 +295,11 @@ def test_a_devices_rate_is_known_by_its_whole_name_or_not_at_all(name, operation
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_of_servers_that_answer_in_shifts_one_is_awake(sleeps):
-    asleep = CONTEXT_GIB + GRAPHS_GIB
     shares = {"math": 0.6, "code": 0.5}
     servers = [ServerOnDevice(name, name, 0, 80.0, share, 10.0, 1.0, sleeps, True) for name, share in shares.items()]
     servers.append(ServerOnDevice("student", "student", 0, 80.0, 0.2, 10.0, 1.0, False))
     trainer = trainer_memory(QWEN3_06B, TrainingConfig(iterations=1, batch_size=32), longest_tokens=1_000)
     (device,) = per_device(servers, trainer, 1)
-    assert device.sampling == pytest.approx(0.6 * 80 + asleep + 0.2 * 80 + trainer.resting)
-    training = 2 * asleep if sleeps else 0.6 * 80 + asleep
+    assert device.sampling == pytest.approx(0.6 * 80 + ASLEEP_GIB + 0.2 * 80 + trainer.resting)
+    training = 2 * ASLEEP_GIB if sleeps else 0.6 * 80 + ASLEEP_GIB
     assert device.training == pytest.approx(training + 0.2 * 80 + trainer.training)
