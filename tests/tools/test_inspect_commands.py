@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spot_async.cli import app
+from spot_async.run_directory.layout import RUN_FORMAT
 
 SAMPLE = {"iteration": 2, "problem_id": "p0", "problem": "1+1", "answer": "2", "verdict": "wrong", "response": "three"}
 
@@ -97,4 +98,4 @@ def test_a_run_of_a_newer_format_is_refused_in_one_line(run: Path, command: list
     outcome = CliRunner().invoke(app, [command[0], str(run), *command[1:]])
     assert outcome.exit_code == 2
     assert outcome.output.count("\n") == 1
-    assert f"{run} has format 99, newer than this spot-async can read (1)" in outcome.output
+    assert f"{run} has format 99, newer than this spot-async can read ({RUN_FORMAT})" in outcome.output
