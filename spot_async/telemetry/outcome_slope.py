@@ -39,7 +39,6 @@ class RatioSums(NamedTuple):
     log_ratio: float  # of log p_T / p_S
     excess: float  # of min(p_T / p_S, MOST_RATIO) - 1; NaN where tokens were not sampled from all of p_S
     agreed: int
-    capped: int  # tokens whose ratio is above MOST_RATIO
 
 
 class Opinion(NamedTuple):
@@ -61,7 +60,6 @@ def ratio_sums(teacher: npt.NDArray[np.floating], student: npt.NDArray[np.floati
         log_ratio=float(ratios.sum()),
         excess=float(np.expm1(np.minimum(ratios, math.log(MOST_RATIO))).sum()),
         agreed=int((np.abs(ratios) < AGREED_NATS).sum()),
-        capped=int((ratios > math.log(MOST_RATIO)).sum()),
     )
 
 
@@ -125,7 +123,7 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     gain, since the expectation of p_T / p_S - 1 is 0 for each problem.
     """
     problems, tiers, _, rewards, sums = map(np.array, zip(*opinions, strict=True))
-    tokens, log_ratios, excesses, agreed, _ = sums.T
+    tokens, log_ratios, excesses, agreed = sums.T
     names, problem, responses = np.unique(problems, return_inverse=True, return_counts=True)
     of_tier = len(names) + np.unique(tiers, return_inverse=True)[1]
     alone = responses[problem] == 1
