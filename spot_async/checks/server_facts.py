@@ -99,7 +99,10 @@ class ServerFacts:
             if answer is UNSET or name in ("said", "scores", "samples"):
                 continue
             parts = PARTS.get(name)
-            tree |= {name: answer} if parts is None else {key: getattr(answer, of, None) for key, of in parts.items()}
+            if parts is None:
+                tree[name] = answer
+            else:
+                tree |= {key: None if answer is None else getattr(answer, of) for key, of in parts.items()}
         return tree
 
 

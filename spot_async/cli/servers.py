@@ -62,7 +62,6 @@ def check(
         int | None,
         typer.Option("--slope", metavar="N", min=2, help="also supervise N problems: is the teacher worth it?"),
     ] = None,
-    teacher: OneTeacher = None,
     json: Annotated[bool, typer.Option("--json", help="print what was found of CONFIG as JSON")] = False,
     directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
     against: Annotated[
@@ -75,8 +74,8 @@ def check(
 
     Of CONFIG, it reads all files as `train` would, then starts or attaches the run's servers and asks them everything
     that a run depends on. `train` makes the same checks before it begins. Nothing is trained. `simulate` estimates the
-    time of an iteration. With --slope N the run's policy also supervises N problems: what do the teacher, outcomes and
-    probes bring a response, to first order?
+    time of an iteration. With --slope N the run's policy also supervises N problems: how many points of accuracy do the
+    teacher, outcomes and probes each add to a response, to first order?
 
     Of a problem FILE, it shows what is kept, dropped and mended, which answers cannot be verified, and what overlaps.
 
@@ -86,10 +85,8 @@ def check(
     from spot_async.tools.check import command
 
     if not target.endswith((".yaml", ".yml")):
-        if no_servers or earlier or slope or teacher or json or directory:
-            raise ConfigError(
-                "--no-servers, --from, --slope, --teacher, --json and --directory are for a run's YAML file"
-            )
+        if no_servers or earlier or slope or json or directory:
+            raise ConfigError("--no-servers, --from, --slope, --json and --directory are for a run's YAML file")
         is_verifiable = command.show_file(screen, target, settings or (), against or (), verifier, model)
         if not is_verifiable:
             raise typer.Exit(1)
@@ -103,8 +100,6 @@ def check(
     if slope and no_servers:
         raise ConfigError("--slope asks the run's servers: leave out --no-servers")
     config = load_config(Path(target), settings or ())
-    if teacher is not None:
-        config = config.with_teacher(teacher, "check")
     config = downloaded(config, weights=() if no_servers else ROLES)
     plan = plan_training(config, starts=not no_servers)
     if slope:
@@ -113,17 +108,18 @@ def check(
     found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
     if not json:
         command.show_run(screen, config, plan, path, found, against or ())
-    diagnosis = measured = None
+    of_servers, failure = command.ServersCheck(), None
     if not no_servers:
         try:
             with working_directory(directory) as place:
-                diagnosis, measured = command.check_servers(
-                    screen, config, plan, place, is_shown=not json, problems=slope
-                )
+                of_servers.run(screen, config, plan, place, is_shown=not json, problems=slope)
         except (SpotError, BaseExceptionGroup) as error:
-            fail(root_cause(error), code=1)
-    if json:
-        command.print_json(screen, found, diagnosis, measured)
+            failure = root_cause(error)
+    diagnosis = of_servers.diagnosis
+    if json and (failure is None or diagnosis is not None):
+        command.print_json(screen, found, of_servers)
+    if failure is not None:
+        fail(failure, code=1)
     check_room(path, config, plan)
     if diagnosis is not None and diagnosis.refusals:
         raise typer.Exit(1)

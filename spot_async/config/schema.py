@@ -426,8 +426,10 @@ class Config(Section):
         """
         if name is None and not self.teachers:
             return self
+        if not self.teachers:
+            raise ConfigError(f"--teacher {name}: the run has one teacher: leave it out")
         if name not in self.teachers:
-            known = " or ".join(f"--teacher {each}" for each in self.teachers) or "leave out --teacher"
+            known = " or ".join(f"--teacher {each}" for each in self.teachers)
             raise ConfigError(f"teachers: {what} is about one teacher: give {known}")
         policy = self.policy.model_copy(update={"route": None} if hasattr(self.policy, "route") else {})
         own = self.teachers[name]

@@ -74,6 +74,7 @@ class StartListener(PeopleListener):
     starting: Callable[[Mapping[str, Backend]], None] = lambda backends: None  # by role, before the first is entered
     step: Callable[[str], None] = lambda name: None  # what is done with the services next
     answered: Callable[[], None] = lambda: None  # a question of the checks is answered
+    diagnosed: Callable[[Diagnosis], None] = lambda diagnosis: None  # before unsafe services are refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,7 @@ async def _ask(
     listener.step("checking the servers")
     servers = [each for pool in backends.values() if isinstance(pool, Replicated) for each in pool.backends.values()]
     diagnosis = await watched(diagnose(*run, backends, listener.answered), [each.watch for each in servers])
+    listener.diagnosed(diagnosis)
     return diagnosis.capabilities, diagnosis
 
 

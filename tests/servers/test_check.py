@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from spot_async.checks.diagnosis import Diagnosis
 from spot_async.checks.plan import plan_training
+from spot_async.config import Config
 from spot_async.config.loading import config_from, load_config
 from spot_async.tools.check.servers import examine
 
@@ -24,6 +25,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     "vllm": BOTH | {"score_temperature_probed": "one", "generation_temperature_probed": "one", "seeds_probed": True},
     "sglang": BOTH | {"score_temperature_probed": "one", "generation_temperature_probed": "request"},
 }
+
+
+def diagnosis_of(config: Config, directory: Path) -> Diagnosis:
+    found: list[Diagnosis] = []
+    asyncio.run(examine(config, plan_training(config), directory, found.append))
+    return found[0]
 
 
 def examined(tmp_path: Path, models: Any, student: dict[str, str], *overrides: str) -> Diagnosis:
@@ -40,7 +47,7 @@ def examined(tmp_path: Path, models: Any, student: dict[str, str], *overrides: s
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     config = load_config(tmp_path / "config.yaml", overrides)
-    return asyncio.run(examine(config, plan_training(config), tmp_path))
+    return diagnosis_of(config, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -88,7 +95,7 @@ def test_a_wrong_context_a_wrong_template_and_a_uniform_teacher_are_found(
             "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 8},
         }
         config = config_from(tree)
-        return asyncio.run(examine(config, plan_training(config), tmp_path))
+        return diagnosis_of(config, tmp_path)
 
     with start_sglang(RUNNING_SUM / "teacher", *length) as server:
         for own, begins in (

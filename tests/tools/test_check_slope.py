@@ -256,8 +256,9 @@ def test_random_positions_of_the_policy_are_compared_by_what_other_rules_would_s
     assert {len(each) for each in held.values()} == {64}
 
 
-def plan_of(config, **needs):
-    return SimpleNamespace(policy=SimpleNamespace(needs=PolicyNeeds(**needs)))
+def plan_of(config, answer="1", **needs):
+    schedule = SimpleNamespace(sources=[SimpleNamespace(problem=SimpleNamespace(answer=answer))])
+    return SimpleNamespace(policy=SimpleNamespace(needs=PolicyNeeds(**needs)), schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,11 @@ def plan_of(config, **needs):
             {"teacher": {"model": "t", "cache": "c.sqlite", "replay": True}},
             {"teacher_top_k": 16},
             r"set teacher\.replay=false",
+        ),
+        (
+            {"policy": "opd"},
+            {"teacher_top_k": 16, "answer": ""},
+            r"data\.train: no problem has an answer, .* name their column in fields\.answer",
         ),
     ],
 )
@@ -292,7 +298,11 @@ def test_what_is_not_known_is_said_and_what_would_say_it():
         "rules are compared where positions are random: policy.selection=random policy.positions=8",
     ]
     known = {"teacher/right_responses": 9.0, "of_oracle_by_score": 0.5}
-    assert not list(what_is_unknown(config_from(RUN), [probed(0.1)], known))
+    at_random = config_from({**RUN, "policy": {"kind": "spot", "selection": "random", "baseline": 0.5}})
+    of_baseline = "SPOT's tilt is without policy.baseline=0.5, which changes what a branch teaches"
+    assert list(what_is_unknown(at_random, [probed(0.1)], known)) == [of_baseline]
+    few = list(what_is_unknown(at_random, [probed(0.1)], {"teacher/right_responses": 9.0}))
+    assert few[0].startswith("rules are compared where 4 scored positions of a response are probed: raise policy.pos")
 
 
 def test_what_is_shown_is_harmless_whatever_servers_said_and_fits_a_screen_of_80_columns():
@@ -322,6 +332,17 @@ def test_a_problem_file_and_a_check_without_servers_have_no_slope():
         done = CliRunner().invoke(app, ["check", *given])
         assert done.exit_code == 2
         assert "--slope" in done.output
+
+
+def test_unsafe_servers_are_shown_and_nothing_is_measured_of_them(monkeypatch, servers_on_threads):
+    monkeypatch.chdir(ROOT)
+    unsafe = ["check", *QUICKSTART, "student.backend.max_context_tokens=64", "--slope", "6"]
+    for_people, for_programs = CliRunner().invoke(app, unsafe), CliRunner().invoke(app, [*unsafe, "--json"])
+    assert for_people.exit_code == for_programs.exit_code == 1
+    assert "unsafe: student.backend serves a context of 64 tokens" in " ".join(for_people.output.split())
+    found = json.loads(for_programs.stdout)
+    assert found["refusals"][0].startswith("student.backend serves a context of 64 tokens")
+    assert "slope" not in found
 
 
 @pytest.mark.long

@@ -198,37 +198,45 @@ def _machine_lines(config: Config, plan: TrainPlan, found: FilesCheck) -> list[s
     ]
 
 
-def check_servers(
-    screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool, problems: int | None = None
-) -> tuple[Diagnosis, Slope | None]:
-    """Start or attach the run's servers, ask them, and show what they said. Logs go under `directory`.
+@dataclass
+class ServersCheck:
+    """What was found of a run's servers, as far as the check has come: a failure later loses nothing of it."""
 
-    With `problems` also measure by so many whether the teacher is worth it.
-    """
-    status = screen.status("asking the services")
-    slopes: list[Slope] = []
+    diagnosis: Diagnosis | None = None
+    slope: Slope | None = None  # with `--slope`
 
-    async def measure(services: OpenServices, verifier: Verifier) -> None:
-        assert problems is not None
-        tell = status.update if is_shown else lambda line: None
-        slopes.append(await measure_slope(config, plan, services, verifier, problems, tell))
+    def run(
+        self, screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool, problems: int | None
+    ) -> None:
+        """Start or attach the servers, ask them, and show what they said. Logs go under `directory`.
 
-    with status if is_shown else contextlib.nullcontext():
-        found = asyncio.run(examine(config, plan, directory, None if problems is None else measure))
-    slope = slopes[0] if slopes else None
-    if is_shown:
-        show_servers(screen, found)
-        if slope is not None:
-            show_slope(screen, slope)
-    return found, slope
+        With `problems` also measure by so many whether the teacher is worth it. Unsafe servers are then refused
+        (ConfigError).
+        """
+        status = screen.status("asking the services")
+
+        def diagnosed(found: Diagnosis) -> None:
+            self.diagnosis = found
+            if is_shown:
+                show_servers(screen, found)
+
+        async def measure(services: OpenServices, verifier: Verifier) -> None:
+            if problems is not None:
+                tell = status.update if is_shown else lambda line: None
+                self.slope = await measure_slope(config, plan, services, verifier, problems, tell)
+
+        with status if is_shown else contextlib.nullcontext():
+            asyncio.run(examine(config, plan, directory, diagnosed, None if problems is None else measure))
+        if is_shown and self.slope is not None:
+            show_slope(screen, self.slope)
 
 
-def print_json(screen: Console, found: FilesCheck, diagnosis: Diagnosis | None, slope: Slope | None) -> None:
+def print_json(screen: Console, found: FilesCheck, of_servers: ServersCheck) -> None:
     """Print for programs what a run takes, what this machine lacks, and of servers their facts (null if unknown)."""
     tree: dict[str, Any] = {"requirements": found.needed.as_tree(), "lacking": found.lacking}
-    if diagnosis is not None:
+    if (diagnosis := of_servers.diagnosis) is not None:
         roles = {name: facts.as_tree() for name, facts in diagnosis.roles.items()}
         tree |= {"roles": roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
-    if slope is not None:
-        tree["slope"] = slope
+    if of_servers.slope is not None:
+        tree["slope"] = of_servers.slope
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)

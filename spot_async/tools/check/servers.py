@@ -22,7 +22,7 @@ from spot_async.config import Config
 from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
-from spot_async.running.services import Companions, OpenServices, open_services
+from spot_async.running.services import Companions, OpenServices, StartListener, open_services
 from spot_async.telemetry.console import percent
 from spot_async.tools.check.view import show_warnings
 from spot_async.types import LogprobTemperature
@@ -31,21 +31,27 @@ T = TypeVar("T")
 Measure = Callable[[OpenServices, Verifier], Awaitable[None]]
 
 
-async def examine(config: Config, plan: TrainPlan, directory: Path, measure: Measure | None = None) -> Diagnosis:
+async def examine(
+    config: Config,
+    plan: TrainPlan,
+    directory: Path,
+    diagnosed: Callable[[Diagnosis], None],
+    measure: Measure | None = None,
+) -> None:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`.
 
-    `measure` is then done with them. They are opened as for training: unsafe ones are refused (ConfigError).
+    `diagnosed` gets what was found. `measure` is then done with them, for which they are opened as for training: unsafe
+    ones are refused (ConfigError).
     """
     spending = make_spending(config, plan)
     verifier = make_verifier(config, spending)
-    beside = Companions(spending=spending, entered=[verifier])
+    listener = StartListener(diagnosed=diagnosed)
+    beside = Companions(spending=spending, entered=[verifier], listener=listener)
     opening = open_services(plan.served, directory, run=(config, plan), is_used=measure is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
         await open_verifiers(plan.evaluation, stack)
         if measure is not None:
             await measure(services, verifier)
-        assert services.diagnosis is not None  # of the run
-        return services.diagnosis
 
 
 def show_servers(screen: Console, diagnosis: Diagnosis) -> None:

@@ -26,7 +26,7 @@ from spot_async.stages.services import requests_per_prompt
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.outcome_slope import areas, outcome_words
 from spot_async.telemetry.screen import shown
-from spot_async.tools.check.slope_figures import Supervised, slope_figures, slope_table, supervised
+from spot_async.tools.check.slope_figures import OF_PROBED, Supervised, slope_figures, slope_table, supervised
 from spot_async.types import Prompt
 
 ROLLOUTS = 4  # of a problem at least, so that each is compared with others to it
@@ -52,6 +52,11 @@ def check_slope(config: Config, plan: TrainPlan) -> None:
             f"policy.kind={config.policy.kind}: no teacher scores what the student writes in such a run, and --slope "
             "is about that: add policy.kind=opd"
         )
+    needs_answers = all(judge.JUDGES_ANSWERS for judge in config.verifiers.values())
+    if needs_answers and not any(each.problem.answer for each in plan.schedule.sources):
+        raise ConfigError(
+            "data.train: no problem has an answer, and --slope is about verdicts; name their column in fields.answer"
+        )
     for role, teacher in config.teachers_by_role.items():
         if teacher.replay:
             raise ConfigError(f"{role}.replay: --slope asks the teacher about new responses; set {role}.replay=false")
@@ -71,14 +76,13 @@ async def measure_slope(
     """
     policy = probing_policy(config, plan)
     stages = make_stages(config, dataclasses.replace(plan, policy=policy), services, verifier)
-    of_an_epoch = islice(plan.schedule, min(wanted, plan.problems - plan.filtered))
-    problems = list({prompt.problem.id: prompt for prompt in of_an_epoch}.values())
+    problems = different_problems(config, plan, wanted)
     own = max(1, requests_per_prompt(policy.needs)["rollout"])
     epochs = -(-ROLLOUTS // own)
     at_once = min(AT_ONCE, config.queue_capacity_prompts)
     found, notes = await supervise(policy, stages, in_epochs(problems, epochs), at_once=at_once, tell=tell)
     if len(problems) < wanted:
-        notes.insert(0, f"data.train has {len(problems)} different problems in an epoch, fewer than --slope {wanted}")
+        notes.insert(0, f"the run draws {len(problems)} different problems, fewer than --slope {wanted}")
     figures = slope_figures(
         found,
         gamma=getattr(config.policy, "gamma", 0.0),
@@ -102,6 +106,16 @@ def probing_policy(config: Config, plan: TrainPlan) -> Policy:
     if plan.policy.needs.probes_per_prompt and hasattr(settings, "probes"):
         settings = settings.model_copy(update={"probes": max(PROBES, settings.probes)})
     return make_policy(config.model_copy(update={"policy": settings}), plan.policy_model, plan.common)
+
+
+def different_problems(config: Config, plan: TrainPlan, wanted: int) -> list[Prompt]:
+    """Return the first prompts of so many problems, or of all that the run draws."""
+    found: dict[tuple[str, str], Prompt] = {}
+    for prompt in islice(plan.schedule, plan.schedule.iterations * config.training.batch_size):
+        found.setdefault((prompt.problem.set_key, prompt.problem.id), prompt)
+        if len(found) == wanted:
+            break
+    return list(found.values())
 
 
 def in_epochs(problems: Sequence[Prompt], epochs: int) -> list[Prompt]:
@@ -169,8 +183,15 @@ def what_is_unknown(config: Config, found: Sequence[Supervised], figures: Mappin
     probed, judged = sum(each.probed for each in found), sum(len(each.places) for each in found)
     if judged < probed:
         yield f"{probed - judged} of {probed} probed positions left out: a candidate has less than two verdicts"
-    if judged and "of_oracle_by_score" not in figures:
+    if not judged:
+        return
+    if getattr(config.policy, "selection", None) != "random":
         yield "rules are compared where positions are random: policy.selection=random policy.positions=8"
+    elif "of_oracle_by_score" not in figures:
+        yield f"rules are compared where {OF_PROBED} scored positions of a response are probed: raise policy.positions"
+    for key in ("shuffle_outcomes", "baseline"):
+        if value := getattr(config.policy, key, None):
+            yield f"SPOT's tilt is without policy.{key}={value}, which changes what a branch teaches"
 
 
 def show_slope(screen: Console, found: Slope) -> None:

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """A position that was probed, each of whose candidates has two verdicts or more."""
 
     position: int
-    score_parts: Mapping[str, float]  # empty where nobody could compute them
+    score_parts: Mapping[str, float]  # those that are known
     variance: float  # Var_p(V): of the candidates' values under the teacher's prior
     halves: tuple[float, float] | None  # the same by each half of the probes; None for less than four verdicts
 
@@ -85,7 +85,7 @@ def place_of(branch: Mapping[str, Any]) -> Place | None:
     )
     if variance is None:
         return None
-    parts = {name: part if np.isfinite(part) else 0.0 for name, part in branch["score_parts"].items()}
+    parts = {name: part for name, part in branch["score_parts"].items() if np.isfinite(part)}
     return Place(branch["position"], parts, variance, None if one is None or other is None else (one, other))
 
 
@@ -132,12 +132,16 @@ def held_by_rule(found: Sequence[Supervised]) -> dict[str, list[Part]]:
     """Return how much Var_p(V) lies at each response's best positions by each rule, over that by an oracle.
 
     A rule takes a quarter of the positions, by what is known without probes, so its sums are unbiased. An oracle takes
-    those that half of the probes find best, and the other half judges them: it is below the best there is. Empty where
-    there are too few positions, or one has no score.
+    those that half of the probes find best, and the other half judges them: it is below the best there is. Positions
+    without a score are left out. Empty where there are too few.
     """
-    responses = [(each.problem_id, [place for place in each.places if place.halves is not None]) for each in found]
+    needed = {"score", "entropy", "divergence"}
+    responses = [
+        (each.problem_id, [place for place in each.places if place.halves and needed <= place.score_parts.keys()])
+        for each in found
+    ]
     count = max((len(places) for _, places in responses), default=0) // OF_PROBED
-    if not count or not all("score" in place.score_parts for _, places in responses for place in places):
+    if not count:
         return {}
     held: dict[str, list[Part]] = {rule: [] for rule in (*RULES, "random")}
     for problem, places in responses:
