@@ -38,7 +38,8 @@ def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     assert [how for seed in SEEDS[shard::SHARDS] if (how := explained(seed))] == []
 
 
-@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("max_staleness", [0, 2])
 def test_responses_that_two_models_wrote_in_turns_are_trained_once_and_a_strict_run_keeps_its_bits(max_staleness):
     found = [crashing_run(seed, TakesTurns, max_staleness=max_staleness) for seed in range(12)]
     resumed = [each.witness for each in found if len(each.lives) > 1]

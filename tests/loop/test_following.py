@@ -106,6 +106,7 @@ def test_invariants_hold_with_a_teacher_that_follows_whatever_befalls_the_run(ma
     assert named >= {0, 1, 2, 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness):
     ways = list(WAYS.values())

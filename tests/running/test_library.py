@@ -252,6 +252,7 @@ with mock.patch("spot_async.tools.tune.command.run"):  # asks servers, which are
 """
 
 
+@pytest.mark.long
 def test_neither_a_plan_nor_a_command_imports_torch(tmp_path, random_architecture):
     models = []
     for kind in ("plain_llama", "mistral", "qwen2", "qwen3"):
