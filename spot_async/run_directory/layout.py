@@ -48,6 +48,7 @@ from spot_async.base.files import (
     decode_json,
     flush_to_disk,
     lines_of,
+    numbered,
     open_regular,
     read_bounded,
     write_whole,
@@ -228,8 +229,9 @@ class RunDirectory:
     def _came_to_nothing(self) -> bool:
         """Whether a training run has trained, evaluated and sampled nothing so far. It may still be under way."""
         weights = self.path / "weights"
+        untrained = numbered(weights, "step", 0).name  # the trainer may write these before a server fails to start
         return {each.name for each in self.path.iterdir()} <= OF_A_START and not (
-            weights.is_dir() and any(weights.iterdir())
+            weights.is_dir() and any(untrained not in each.name for each in weights.iterdir())
         )
 
     def is_there(self) -> bool:

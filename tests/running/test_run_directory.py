@@ -220,6 +220,8 @@ def test_a_start_that_came_to_nothing_is_refused_with_what_can_be_deleted(run, p
     (run.path / "trainer.json").write_text("{}")
     (run.path / "weights").mkdir()
     assert "nothing was trained in it: delete it if that run is over, give another" in refusal(run, purpose)
+    (run.path / "weights" / "step-000000").mkdir()  # what training begins with
+    assert "nothing was trained in it: delete it if that run is over, give another" in refusal(run, purpose)
     (run.path / ".lock").write_text("process 12 on another.machine\n")  # whose lock nobody sees from here
     assert "delete it if process 12 on another.machine is over, give another" in refusal(run, purpose)
 
