@@ -55,8 +55,8 @@ OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_avera
 # several teachers are in `running/test_routed_teachers.py` and `running/test_several_teachers.py` too.
 SHOWN = ("gkd", "guided_prefix", "kdrl", "sdpo")
 SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
-# Their lines are those of kdrl, opsd and exopd, weighted or clipped.
-ALIKE = ("paced", "pw_opsd", "reopold", "rlsd")
+# Their lines are those of kdrl, opsd and exopd, weighted or clipped, and of forward_kl_tail and gkd, the other way.
+ALIKE = ("paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd")
 # Their four iterations are trained in the long tests, and their lines are compared in the others.
 ALONE = {*NAMES} - {*SHOWN, *ALIKE}
 

@@ -42,7 +42,7 @@ def assert_trained_once_with_the_right_weights(outcome):
 
 
 @pytest.mark.parametrize("are_ours", [True, False])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(each, marks=pytest.mark.long) for each in range(8, 20))])
 def test_every_prompt_is_trained_once_whatever_befalls_the_servers(seed, are_ours):
     """Deadlocks are errors on virtual time. Tasks that are ready together continue in an order of the seed's."""
     outcome = train(
@@ -67,7 +67,8 @@ class UnreliableTeacher(SimulatedTeacherReplica):
         await super()._work(tokens, rng)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
 def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_it_is(seed):
     """With one deadline for all attempts, those that never came had one attempt, and the next ones the only place."""
 
