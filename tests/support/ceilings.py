@@ -52,16 +52,14 @@ def wrong_rows(ceilings: Ceilings) -> Iterator[str]:
     """Yield what is wrong with the list of one version."""
     added: Counter[str] = Counter()
     for each in ceilings.rises:
-        if each.room not in ceilings.rooms and each.room not in ceilings.others:
-            yield f"{each.room}: no such ceiling"
         if each.by <= 0:
             yield f"{each.room}: a row raises"
         if each.issue != MOVED and each.issue not in ceilings.bounds:
             yield f"{each.room}: no issue has the title {each.issue!r}"
-        if each.room in ceilings.rooms:
-            added[each.issue] += each.by
-        elif each.issue == MOVED or not each.what_for:
+        if each.room in ceilings.others and (each.issue == MOVED or not each.what_for):
             yield f"{each.room}: name the issue and what it is for"
+        if each.room not in ceilings.others:  # also one that is gone by now
+            added[each.issue] += each.by
     for title, bound in ceilings.bounds.items():
         if added[title] > bound:
             yield f"{title}: its rows add {added[title]} product lines, and its bound is {bound}"
@@ -79,6 +77,8 @@ def loosened(before: Ceilings, after: Ceilings) -> Iterator[str]:
     allowed = Counter[str]()
     for each in new:
         allowed[each.room] += each.by
+        if each.room not in after.all:
+            yield f"{each.room}: no such ceiling"
     for name, ceiling in after.all.items():
         rise = ceiling - before.all.get(name, 0)
         if rise > allowed[name]:

@@ -166,12 +166,12 @@ def measured(root: Path = ROOT) -> dict[str, int]:
 
 
 def lower(path: Path, sizes: Mapping[str, int]) -> None:
-    """Lower each ceiling of the file that is above what there is."""
+    """Lower each ceiling of the file that is above what there is. A room that is gone has none."""
 
     def lowered(line: re.Match[str]) -> str:
-        return f'"{line[1]}" = {min(int(line[2]), sizes.get(line[1], 0))}'
+        return f'"{line[1]}" = {min(int(line[2]), sizes[line[1]])}\n' if line[1] in sizes else ""
 
-    path.write_text(re.sub(r'^"([^"]+)" = (\d+)$', lowered, path.read_text(), flags=re.MULTILINE))
+    path.write_text(re.sub(r'^"([^"]+)" = (\d+)\n', lowered, path.read_text(), flags=re.MULTILINE))
 
 
 def main() -> None:
