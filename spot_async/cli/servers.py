@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
@@ -35,11 +35,6 @@ def working_directory(given: Path | None) -> Iterator[Path]:
             raise ConfigError(f"{path}: cannot be made: {error.strerror}") from None
         stack.enter_context(log_events_to(path / "logs" / "events.jsonl"))
         yield path.resolve()
-
-
-OneTeacher: TypeAlias = Annotated[
-    str | None, typer.Option("--teacher", metavar="NAME", help="of several `teachers`, the one that this is about")
-]
 
 
 def check(
@@ -135,7 +130,9 @@ def serve(context: typer.Context) -> None:
 def tune(
     config: ConfigPath,
     overrides: Overrides = None,
-    teacher: OneTeacher = None,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", metavar="NAME", help="of several `teachers`, the one that this is about")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
     ] = None,

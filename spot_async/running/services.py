@@ -49,7 +49,6 @@ class OpenServices:
     capabilities: Mapping[str, Capabilities]
     spending: RunSpending  # what is asked of them is charged to its accounts
     kept_scores: Mapping[str, KeptScores]  # where teachers' answers are kept
-    diagnosis: Diagnosis | None  # None where they were not checked for a run
     shifts: Shifts  # of those that are not awake together
 
     @property
@@ -155,7 +154,7 @@ async def open_services(
                     _accept(diagnosis, listener)
                     kept_scores = await spending.kept_scores(found)
                     found = await _give_first_weights(run, there.served, backends, found, listener)
-                yield OpenServices(backends, found, spending, kept_scores, diagnosis, shifts)
+                yield OpenServices(backends, found, spending, kept_scores, shifts)
 
 
 def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None) -> ModelConfig:

@@ -171,6 +171,6 @@ SHOWN_BY = {skip_an_evaluation: 29, forget_which_weights_sampled_which_tokens: 3
 )
 def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):
     mutate(monkeypatch)
-    seeds = [SHOWN_BY.get(mutate, 0), *range(100)]  # the first one is enough, while seeds mean the same
+    seeds = [SHOWN_BY.get(mutate, 0), *range(1, 100)]  # the first one is enough, while seeds mean the same
     found = next(error for seed in seeds if (error := failure(seed)) is not None)
     assert re.match(noticed, str(found)), found
