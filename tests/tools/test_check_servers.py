@@ -600,7 +600,7 @@ class Paid:
 @pytest.mark.parametrize(
     "throttled",
     [
-        ("--throttled", "2", "4"),  # while the endpoint's dialect is found
+        pytest.param(("--throttled", "2", "4"), marks=pytest.mark.long),  # while the endpoint's dialect is found
         # While its scores are checked, many at once. No question is throttled so often that it waits for long.
         ("--throttled", "22", "44", "--throttled-every", "2", "--retry-after-s", "0.01"),
     ],

@@ -334,15 +334,21 @@ def test_a_problem_file_and_a_check_without_servers_have_no_slope():
         assert "--slope" in done.output
 
 
-def test_unsafe_servers_are_shown_and_nothing_is_measured_of_them(monkeypatch, servers_on_threads):
+@pytest.mark.parametrize("for_programs", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_unsafe_servers_are_shown_and_nothing_is_measured_of_them(for_programs, monkeypatch, servers_on_threads):
     monkeypatch.chdir(ROOT)
     unsafe = ["check", *QUICKSTART, "student.backend.max_context_tokens=64", "--slope", "6"]
-    for_people, for_programs = CliRunner().invoke(app, unsafe), CliRunner().invoke(app, [*unsafe, "--json"])
-    assert for_people.exit_code == for_programs.exit_code == 1
-    assert "unsafe: student.backend serves a context of 64 tokens" in " ".join(for_people.output.split())
-    found = json.loads(for_programs.stdout)
-    assert found["refusals"][0].startswith("student.backend serves a context of 64 tokens")
-    assert "slope" not in found
+    done = CliRunner().invoke(app, [*unsafe, "--json"] if for_programs else unsafe)
+    assert done.exit_code == 1
+    said = "student.backend serves a context of 64 tokens"
+    if for_programs:
+        found = json.loads(done.stdout)
+        assert found["refusals"][0].startswith(said)
+        assert "slope" not in found
+    else:
+        shown = " ".join(done.output.split())
+        assert f"unsafe: {said}" in shown
+        assert "rollouts each" not in shown
 
 
 @pytest.mark.long
