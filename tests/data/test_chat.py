@@ -19,7 +19,7 @@ from spot_async.data.problem_set import count_identical, identity, require_respo
 from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.tools.check.problems import JudgedSet, check_set
+from spot_async.tools.check.problems import JudgedSet, check_sets
 from spot_async.types import ChatTurn, Problem
 
 
@@ -282,7 +282,7 @@ def test_where_a_server_judges_no_method_and_no_evaluation_needs_answers(unanswe
     assert planned.rows == {"read": 64, "problems": 64, "without an answer": 64}
     assert len(planned.evaluation[0].problems) == 64
     asks_nobody = JudgedSet("", "", planned.sets["data.train"].problems, planned.evaluation[0].verifier)
-    assert asyncio.run(check_set(asks_nobody)) is None
+    assert asyncio.run(check_sets([asks_nobody])) == []
     with pytest.raises(ConfigError, match=r"^evaluation\.verifier\.prices: only what the verifier of training costs"):
         plan(unanswered, *asked, "evaluation.verifier.prices.request=1")
 

@@ -37,7 +37,7 @@ from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
 from spot_async.running.services import OpenServices
-from spot_async.tools.check.problems import JudgedSet, check_set, held_out_file, read_verifier
+from spot_async.tools.check.problems import JudgedSet, check_sets, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
 from spot_async.tools.check.servers import examine, show_servers
 from spot_async.tools.check.slope import Slope, measure_slope, show_slope
@@ -158,10 +158,9 @@ def show_file(
 def _show_answers(screen: Console, training: Sequence[JudgedSet], held_out: Sequence[JudgedSet]) -> bool:
     """Print what is wrong with answers and what sets share; return whether all are right by their own verifier."""
     are_verifiable = True
-    for each in (*training, *held_out):
-        if (golds := asyncio.run(check_set(each))) is not None:
-            show_golds(screen, each, golds)
-            are_verifiable &= not golds.unverifiable
+    for each, golds in asyncio.run(check_sets([*training, *held_out])):
+        show_golds(screen, each, golds)
+        are_verifiable &= not golds.unverifiable
     if held_out:
         show_overlaps(screen, [problem for each in training for problem in each.problems], held_out)
     return are_verifiable

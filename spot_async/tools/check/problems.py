@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from spot_async.base import registry
@@ -78,16 +79,21 @@ class GoldCheck:
     unclear_choices: tuple[Problem, ...]  # with an empty choice, or two equal ones
 
 
-async def check_set(judged: JudgedSet) -> GoldCheck | None:
-    """Verify every answer of a set against itself; None if nobody compares them. Raises what starts no verifier."""
-    if judged.verifier is None or not judged.verifier.JUDGES_ANSWERS:
-        return None
-    verifier: Verifier = registry.load("verifiers", judged.verifier.kind)(judged.verifier)
+async def check_sets(sets: Sequence[JudgedSet]) -> list[tuple[JudgedSet, GoldCheck]]:
+    """Verify every answer of each set against itself, where somebody compares them. Raises what starts no verifier."""
+    opened: dict[str, Verifier] = {}  # by settings: equal ones share their workers, which start once
+    found = []
     try:
-        async with verifier:
-            return await check_golds(judged.problems, verifier)
+        async with AsyncExitStack() as stack:
+            for each in sets:
+                if (settings := each.verifier) is not None and settings.JUDGES_ANSWERS:
+                    if (key := settings.model_dump_json()) not in opened:
+                        verifier = registry.load("verifiers", settings.kind)(settings)
+                        opened[key] = await stack.enter_async_context(verifier)
+                    found.append((each, await check_golds(each.problems, opened[key])))
     except ExceptionGroup as failures:
         raise root_cause(failures) from None
+    return found
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCheck:
