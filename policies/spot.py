@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,8 @@ from .acquisition import (
     select_positions,
 )
 from .samples import student_sample
-from .targets import Branch, outcome_rewards
+from .spot_records import probe_metrics, probe_record
+from .targets import Branch
 from .truncated.score_bounds import ScoreRule
 from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 
@@ -182,8 +183,8 @@ class SpotPolicy:
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
         sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=targets)
-        sample.metrics.update(self._metrics(rollout, selection, branches))
-        sample.record.update(self._record(rollout, stages, selection, branches))
+        sample.metrics.update(self._metrics(rollout, selection, branches, retained))
+        sample.record.update(probe_record(rollout, stages.decode, selection, branches, retained))
         return [sample]
 
     async def _rollout(self, stages: PromptStages) -> Generation:
@@ -346,85 +347,11 @@ class SpotPolicy:
             return True
         return branch.viable if self.settings.gate else branch.values is not None
 
-    def _metrics(self, rollout: Generation, selection: Selection, branches: Sequence[Branch]) -> dict[str, float]:
-        probes = [continuation for branch in branches for each in branch.continuations for continuation in each]
-        verdicts = [judged.verdict for branch in branches for each in branch.judgements for judged in each]
-        kept = [branch for branch in branches if self._keeps(branch)]
-        metrics = {
-            "spot/selected": float(len(selection.positions)),
-            "spot/retained": float(len(kept)),
-            "spot/no_evidence": float(sum(branch.values is None for branch in branches) if self._probes else 0),
-            "probe/tokens": float(sum(len(continuation.token_ids) for continuation in probes)),
-            "probe/requests": float(len(probes)),
-        }
+    def _metrics(
+        self, rollout: Generation, selection: Selection, branches: Sequence[Branch], retained: Sequence[Branch]
+    ) -> dict[str, float]:
+        metrics = probe_metrics(selection, branches, retained, self.settings.baseline)
         if self._probeable is not None:
             metrics |= {f"spot/selection_{outcome}": float(selection.outcome == outcome) for outcome in OUTCOMES}
             metrics["spot/branch_weight"] = self.settings.beta * len(rollout.token_ids) / self.settings.positions
-        metrics |= {f"spot/{name}": float(count) for name, count in (selection.asked or {}).items()}
-        rewards = outcome_rewards(verdicts)
-        if rewards:
-            metrics["probe/accuracy"] = sum(rewards) / len(rewards)
-        if kept:
-            shifts = [np.abs(branch.target - branch.prior).sum() / 2 for branch in kept]
-            metrics["spot/calibration_shift"] = float(np.mean(shifts))
-            if alpha := self.settings.baseline:
-                pulls = [np.abs(branch.target - alpha * branch.prior).sum() for branch in kept]
-                metrics["spot/baseline_pull"] = float(np.mean(pulls))
-        if branches and self._probes:
-            metrics["spot/kept_share"] = len(kept) / len(branches)
-        variances = [variance for branch in branches if (variance := branch.value_variance) is not None]
-        if variances:
-            metrics["spot/value_variance"] = float(np.mean(variances))
         return metrics
-
-    def _record(
-        self, rollout: Generation, stages: PromptStages, selection: Selection, branches: Sequence[Branch]
-    ) -> dict[str, Any]:
-        """Return what SPOT adds to `samples.jsonl`: each branch, and what the rule knows of every position.
-
-        Scores and gaps are null where a position is masked, gaps also where the student's row is not known.
-        """
-        record: dict[str, Any] = {}
-        for name, known in (("acquisition_score", selection.score), ("gap", selection.gap)):
-            if known is not None:
-                record[name] = np.full(len(rollout.token_ids), np.nan, dtype=np.float32)
-                record[name][selection.eligible] = known
-        return record | {
-            "selected_positions": selection.positions.tolist(),
-            "branches": [self._branch_record(rollout, stages, selection, branch) for branch in branches],
-        }
-
-    def _branch_record(
-        self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
-    ) -> dict[str, Any]:
-        """Return one branch's record. Only `prior` and `target` sum to 1; others are full-vocabulary probabilities."""
-        row = int(np.searchsorted(selection.positions, branch.position))
-        parts = {} if selection.parts is None else selection.parts._asdict()
-        student = None if selection.student_logprobs is None else _rounded(np.exp(selection.student_logprobs[row]))
-        target = _rounded(branch.target) if branch.values is not None or self._keeps(branch) else None
-        teacher, prior = _rounded(np.exp(branch.teacher_logprobs)), _rounded(branch.prior)
-        return {
-            "position": branch.position,
-            "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
-            "retained": self._keeps(branch),
-            "certain": bool(selection.certain[row]),
-            "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
-            "candidates": [
-                {
-                    "token_id": token_id,
-                    "token": stages.decode(branch.candidate_ids[c : c + 1]),
-                    "teacher": teacher[c],
-                    "student": None if student is None else student[c],
-                    "prior": prior[c],
-                    "value": branch.mean_rewards[c],
-                    "target": None if target is None else target[c],
-                    "verdicts": [judged.verdict.value for judged in branch.judgements[c]],
-                    "continuations": [stages.decode(each.token_ids) for each in branch.continuations[c]],
-                }
-                for c, token_id in enumerate(branch.candidate_ids.tolist())
-            ],
-        }
-
-
-def _rounded(values: npt.NDArray[np.floating]) -> list[float]:
-    return [round(each, 6) for each in values.tolist()]
