@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,6 +18,14 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
+from spot_async.checks.plan_inputs import (
+    PlannedModels,
+    check_ends,
+    check_weights,
+    common_of_files,
+    plan_data,
+    plan_models,
+)
 from spot_async.checks.served import (
     answering,
     check_places,
@@ -28,22 +35,18 @@ from spot_async.checks.served import (
     offers,
     served_models,
 )
-from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
+from spot_async.config import Config, ModelConfig, teacher_name
 from spot_async.config.loading import doubled_backslashes
-from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
-from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
-from spot_async.data.routing import routed
-from spot_async.errors import ConfigError, DataError
+from spot_async.data.problem_set import ProblemSet, count_identical
+from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule
+from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
-from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
-from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
+from spot_async.models.files import ModelFiles
 from spot_async.models.footprint import Parameters
-from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.models.weight_files import has_weights, same_weights, weight_files
-from spot_async.models.whole import check_whole
+from spot_async.models.weight_files import same_weights
 from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
@@ -68,6 +71,7 @@ class TrainPlan:
     doubts: Sequence[str]  # a line for each thing in data.train that may not be meant, or that no response can meet
     filtered: int  # how many problems have prompts that are too long, for the student or for the teacher
     policy: Policy
+    policy_model: ModelFiles  # what the policy is told of (`PlannedModels.of_policy`)
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
     silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
@@ -100,11 +104,6 @@ class TrainPlan:
         return stop_token_ids(self.student.vocabulary, *(each.vocabulary for each in self.teachers.values()))
 
     @property
-    def policy_model(self) -> ModelFiles:
-        """What the policy is told of: the teacher with the widest softmax, or the student in a run without one."""
-        return _policy_model(self.student, self.teachers)
-
-    @property
     def reads_clock(self) -> bool:
         """Whether prompts of training or evaluation contain today's date."""
         problem = next(iter(self.schedule)).problem
@@ -118,115 +117,71 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     If it `starts` no server, none has to be installed here.
     """
     check_packages(config.telemetry)
-    student = read_model("student", config.student.model)
-    check_attention("student", student.directory)
-    teachers = {role: read_model(role, teacher.model) for role, teacher in config.teachers_by_role.items()}
-    others = dict(teachers)
-    if config.reference is not None:
-        others["reference"] = read_model("reference", config.reference.model)
-    for role, model in others.items():
-        _check_same_vocabulary(student, role, model)
-    common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
-    _check_ends(common, {"student": student, **others})
-    check_weights("student", config.student, student.directory, longest=config.sampling.longest_sequence)
-    if config.training.lora is not None:
-        check_lora(student.directory, config.training.lora)
-    policy = make_policy(config, _policy_model(student, teachers), common)
-    _check_widths(config, policy.needs, common)
-    check_roles(config, policy.needs)
-    check_selves(config, student, teachers)
-    _check_context(config, policy.needs, {"student": student, **others})
-    for role, teacher in config.teachers_by_role.items():
-        if sums_ends(config, policy.needs, student, teachers[role]) and not offers(teacher, CandidateScorer):
-            raise ConfigError(CANNOT_SUM.format(role=role))
-    check_places(config, policy.needs)
-    config.verifier.check_machine("verifier")
-    for key, settings in config.data.sets.items():
-        if settings.verifier is not None:
-            settings.verifier.check_machine(f"{key}.verifier")
-            if getattr(settings.verifier, "prices", None) is not None:
-                raise ConfigError(f"{key}.verifier.prices: only what the run's own verifier costs counts: remove it")
-    sets = load_training_sets(config, policy.needs)
-    problems = [problem for each in sets.values() for problem in each.problems]
-    if config.route is not None:
-        problems = routed(problems, config.route, config.teachers)
-    renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
-    sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
-    read = ((source.problem, source.token_ids) for source in sources)
-    known = min(common.widths.values())
-    renderer.check_rows("data.train", read, known, "the models")
-    if policy.needs.written_responses and len(student.vocabulary.tokenizer) > known:
-        written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
-        renderer.check_rows("data.train", written, known, "the models")
-    teacher_renderers = _teacher_renderers(config, student, teachers)
-    for own in dict.fromkeys(teacher_renderers.values()):
-        sources = own.beside(sources)
-    for role, own in teacher_renderers.items():
-        read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
-        own.check_rows(own.key, read, common.widths[role], f"the {role}")
-    for key, found in sets.items():
-        if not any(source.problem.set_key == key for source in sources):
-            also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
-            raise ConfigError(
-                f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(found.problems)} prompts of "
-                f"{key} are longer, the instruction included{also}; raise it"
-            )
-    schedule = PromptSchedule(
-        sources,
-        batch_size=config.training.batch_size,
-        run_seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        epochs=config.training.epochs,
-        iterations=config.training.iterations,
-        shares=config.data.shares,
-    )
+    models = plan_models(config)
+    policy = _plan_policy(config, models)
+    data = plan_data(config, policy.needs, models)
+    schedule = data.schedule
     _check_schedule(config, schedule.iterations)
     check_eval_every(config, schedule.iterations)
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
-    evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
-    served = shared_out(served_models(config, policy.needs), config.cluster)
-    for role, each in served.items():
-        if starts:
-            each.backend.check_installed(f"{role}.backend")
-        if role in others:
-            check_weights(role, each, others[role].directory)
+    evaluation = plan_evaluation(config, models.student) if config.evaluation is not None else ()
+    served = _plan_servers(config, policy.needs, models, starts=starts)
     return TrainPlan(
-        student=student,
-        parameters=Parameters.of(student.directory, config.training.lora),
-        teachers=teachers,
+        student=models.student,
+        parameters=Parameters.of(models.student.directory, config.training.lora),
+        teachers=models.teachers,
         served=served,
         answering=answering(config),
-        renderer=renderer,
-        teacher_renderers=dict.fromkeys(teachers, renderer) | teacher_renderers,
+        renderer=data.renderer,
+        teacher_renderers={role: data.teacher_renderers.get(role, data.renderer) for role in models.teachers},
         schedule=schedule,
-        sets=sets,
-        doubts=[line for key, judge in config.verifiers.items() for line in sets[key].doubts(key, judge)],
-        filtered=len(problems) - len(sources),
+        sets=data.sets,
+        doubts=[line for key, judge in config.verifiers.items() for line in data.sets[key].doubts(key, judge)],
+        filtered=len(data.problems) - len(schedule.sources),
         policy=policy,
+        policy_model=models.of_policy,
         evaluation=evaluation,
-        seen={each.key: seen for each in evaluation if (seen := count_identical(problems, each.problems))},
+        seen={each.key: seen for each in evaluation if (seen := count_identical(data.problems, each.problems))},
         silence=silence and silence.with_longer_start(added_start_s(served)),
-        common=common,
+        common=models.common,
     )
 
 
-def check_weights(role: str, model: ModelConfig, directory: Path, *, longest: int = 0) -> None:
-    """Raise DataError unless the files of a model that is trained or served here are a whole model.
+def _plan_policy(config: Config, models: PlannedModels) -> Policy:
+    """Return the policy. Raises ConfigError for what it needs of models, servers and verifiers and they do not have."""
+    policy = make_policy(config, models.of_policy, models.common)
+    needs = policy.needs
+    _check_widths(config, needs, models.common)
+    check_roles(config, needs)
+    check_selves(config, models.student, models.teachers)
+    _check_context(config, needs, models.by_role)
+    for role, teacher in config.teachers_by_role.items():
+        if sums_ends(config, needs, models.student, models.teachers[role]) and not offers(teacher, CandidateScorer):
+            raise ConfigError(CANNOT_SUM.format(role=role))
+    check_places(config, needs)
+    config.verifier.check_machine("verifier")
+    for key, settings in config.data.sets.items():
+        if settings.verifier is not None:
+            settings.verifier.check_machine(f"{key}.verifier")
+            if getattr(settings.verifier, "prices", None) is not None:
+                raise ConfigError(f"{key}.verifier.prices: only what the run's own verifier costs counts: remove it")
+    return policy
 
-    It is trained on sequences of up to `longest` tokens; 0 if it is not trained.
 
-    A directory without weights is left alone, and so is an architecture that only the model's server may have.
-    """
-    if (is_elsewhere(model) and not longest) or not has_weights(directory):
-        return
-    try:
-        if any(map(Path.is_file, weight_files(directory))):
-            check_whole(directory, must_load=longest > 0, longest=longest)
-    except DataError as error:
-        raise DataError(f"{role}.model: {error}") from None
+def _plan_servers(
+    config: Config, needs: PolicyNeeds, models: PlannedModels, *, starts: bool
+) -> Mapping[str, ModelConfig]:
+    """Return the models to serve, by role, each with its share of the machine."""
+    served = shared_out(served_models(config, needs), config.cluster)
+    for role, each in served.items():
+        if starts:
+            each.backend.check_installed(f"{role}.backend")
+        if (model := models.frozen.get(role)) is not None:
+            check_weights(role, each, model.directory)
+    return served
 
 
 def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
@@ -236,8 +191,8 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    common = _common_of_files(config, student)
-    _check_ends(common, {"student": student})
+    common = common_of_files(config, student)
+    check_ends(common, {"student": student})
     return plan_benchmarks(config, student, common.limit)
 
 
@@ -257,76 +212,6 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
     return policy
 
 
-def _policy_model(student: ModelFiles, teachers: Mapping[str, ModelFiles]) -> ModelFiles:
-    return max(teachers.values(), key=lambda each: each.vocab_size, default=student)
-
-
-def _template_owner(
-    config: TemplateConfig, key: str, student: ModelFiles, teachers: Mapping[str, ModelFiles]
-) -> ModelFiles:
-    """Return the model whose tokenizer renders prompts. A Jinja file is rendered with the student's."""
-    if teacher_name(config.template) is None:
-        return student
-    if (named := teachers.get(config.template)) is not None:
-        return named
-    words = " and ".join(teachers) or "no teacher"
-    if config.template != "teacher" or not teachers:
-        raise ConfigError(f"{key}.template={config.template}: the run has {words}; set {key}.template=student")
-    first, *others = teachers.values()
-    if any(chat_template(each) != chat_template(first) for each in others):
-        raise ConfigError(
-            f"{key}.template=teacher: {words} have different chat templates: set it to one of them, or to student"
-        )
-    return first
-
-
-def _teacher_renderers(
-    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles]
-) -> dict[str, TeacherPromptRenderer]:
-    """Return what renders teachers' own prompts, by role; those that read the student's prompt are left out."""
-    shared = config.prompt.teacher
-    if shared is not None and not teachers:
-        raise ConfigError("prompt.teacher: the run has no teacher section: give one, or remove prompt.teacher")
-    found = {}
-    if shared is not None:
-        owner = _template_owner(shared, "prompt.teacher", student, teachers)
-        found = dict.fromkeys(teachers, TeacherPromptRenderer(owner.vocabulary, config.prompt))
-    for name, teacher in config.teachers.items():
-        if (own := teacher.prompt) is not None:
-            role = teacher_role(name)
-            itself = {**teachers, "teacher": teachers[role]}
-            owner = _template_owner(own, f"{role}.prompt", student, itself)
-            prompt = config.prompt.model_copy(update={"teacher": own})
-            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name)
-    return found
-
-
-def chat_template(files: ModelFiles) -> object:
-    """Return the chat template that a model's tokenizer has."""
-    return files.vocabulary.tokenizer.chat_template
-
-
-def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) -> None:
-    if student.vocabulary.fingerprint == other.vocabulary.fingerprint:
-        return
-    ours, theirs = (model.vocabulary.tokenizer.get_vocab() for model in (student, other))
-    different = sorted(
-        (token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)),
-        key=lambda token: (ours.get(token, theirs.get(token)), token),
-    )
-    raise ConfigError(
-        f"{role}.model: {other.directory} and student {student.directory} have different vocabularies "
-        f"({len(different)} tokens, the first is {different[0]!r}); both must mean the same by the same token ids"
-    )
-
-
-def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
-    """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
-    names = {role: Path(local_path(model.model)) for role, model in config.models.items() if role != "student"}
-    widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
-    return CommonVocabulary({"student": student.vocab_size, **widths})
-
-
 def _check_widths(config: Config, needs: PolicyNeeds, common: CommonVocabulary) -> None:
     """Raise ConfigError if the policy asks for more tokens than all models have, or needs rows that are left out."""
     tokens, top_k = min(common.widths.values()), max(needs.teacher_top_k, needs.rollout_top_k)
@@ -341,20 +226,6 @@ def _check_widths(config: Config, needs: PolicyNeeds, common: CommonVocabulary) 
             f"its {common.widths['student']} are left out, which another model lacks: set it to 1; "
             "sampling.temperature may differ"
         )
-
-
-def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
-    """Raise ConfigError unless all models have a row for every model's end tokens."""
-    known = min(common.widths.values())
-    for role, model in models.items():
-        for token_id in model.vocabulary.end_token_ids:
-            if token_id >= known:
-                text = model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)  # None: it has no such token either
-                shown = f"({token_id})" if text is None else f"{text!r} ({token_id})"
-                raise ConfigError(
-                    f"{role}.model: its end token {shown} is none of the {known} tokens that all models have: "
-                    "eos_token_id in its files is wrong, or their vocabularies differ"
-                )
 
 
 def _check_context(config: Config, needs: PolicyNeeds, models: Mapping[str, ModelFiles]) -> None:

@@ -19,7 +19,8 @@ from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K
 from spot_async.checks.capabilities import context_needed
 from spot_async.checks.discovery import Asked
-from spot_async.checks.plan import TrainPlan, chat_template
+from spot_async.checks.plan import TrainPlan
+from spot_async.checks.plan_inputs import chat_template
 from spot_async.checks.score_rows import MOST_MASKED, RowFindings, check_score_rows
 from spot_async.checks.server_facts import Disagreement, ServerFacts, known
 from spot_async.config import Config, ModelConfig, backend_section, teacher_name

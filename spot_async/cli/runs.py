@@ -338,7 +338,8 @@ def _judge_again(run: str, overrides: Sequence[str]) -> None:
 
 def _evaluate(settings: Config, name: str, *, dry_run: bool, brief: bool, resume: Path | None) -> None:
     from spot_async.checks.machine import not_installed, without_weights
-    from spot_async.checks.plan import check_weights, plan_evaluation
+    from spot_async.checks.plan import plan_evaluation
+    from spot_async.checks.plan_inputs import check_weights
     from spot_async.evaluation.metrics import read_figures
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model

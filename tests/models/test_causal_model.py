@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from spot_async.checks.plan import check_weights
+from spot_async.checks.plan_inputs import check_weights
 from spot_async.config import ModelConfig
 from spot_async.errors import DataError
 from spot_async.models.causal_model import read_config
