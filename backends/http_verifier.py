@@ -111,7 +111,7 @@ class HttpVerifier(Opened):
         await stack.enter_async_context(self._endpoint)
         await when_free(lambda: self.verify(*ASKED_FIRST, deadline=deadline), deadline)
 
-    async def lease(self, errand: object) -> Lease:
+    async def lease(self, request: object) -> Lease:
         """Wait until the account's limits let another request leave: that is no part of its time."""
         limit, loop = self._account.rate_limit, asyncio.get_running_loop()
         while True:

@@ -84,9 +84,9 @@ def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
         for device in map(int, device_names(launch)):
             sharing.setdefault(device, []).append((role, name, launch.memory_fraction))
     for device, here in sharing.items():
-        shares = [(1.0 if share is None else share, answers_in_shifts(served[role])) for role, _, share in here]
-        total = sum(share for share, in_shifts in shares if not in_shifts)
-        total += max((share for share, in_shifts in shares if in_shifts), default=0.0)
+        shares = [(1.0 if share is None else share, shares_gpu_time(served[role])) for role, _, share in here]
+        total = sum(share for share, shares_time in shares if not shares_time)
+        total += max((share for share, shares_time in shares if shares_time), default=0.0)
         if len(here) > 1 and total > 1:
             lacking = next((role for role, _, share in here if share is None), here[-1][0])
             raise ConfigError(
@@ -165,7 +165,7 @@ def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> l
                 taken,
                 size.cache_bytes_on(launch.tensor_parallel_size),
                 sleeps_while_training(served[role]),
-                answers_in_shifts(served[role]),
+                shares_gpu_time(served[role]),
             )
             for device in device_names(launch)
         ]
@@ -243,6 +243,6 @@ def shares_with_trainer(config: Config) -> bool:
     return any(map(sleeps_while_training, config.models.values()))
 
 
-def answers_in_shifts(model: ModelConfig) -> bool:
+def shares_gpu_time(model: ModelConfig) -> bool:
     """Whether the model's server gives its memory to others of its kind while these answer."""
     return bool(getattr(model.backend, "sleep_while_others_answer", False))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from spot_async.base import registry
 from spot_async.base.addresses import is_loopback
-from spot_async.checks.device_shares import answers_in_shifts, sleeps_while_training
+from spot_async.checks.device_shares import shares_gpu_time, sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place, TeacherConfig
 from spot_async.errors import ConfigError
 from spot_async.models.files import ModelFiles
@@ -222,7 +222,7 @@ def _check_weights_directory(config: Config) -> None:
 
 def _check_sleep(config: Config) -> None:
     """Raise ConfigError where servers sleep that have to answer, or that others could not take the place of."""
-    in_shifts = [role for role, model in config.models.items() if answers_in_shifts(model)]
+    shares_time = [role for role, model in config.models.items() if shares_gpu_time(model)]
     for role, model in config.models.items():
         if sleeps_while_training(model) and config.max_staleness > 0:
             raise ConfigError(
@@ -231,7 +231,7 @@ def _check_sleep(config: Config) -> None:
             )
         takes_weights = role == "student" or role in config.following
         starts_all = all(each.runs_here for each in model.backend.servers())
-        if role in in_shifts and (takes_weights or len(in_shifts) < 2 or not starts_all):
+        if role in shares_time and (takes_weights or len(shares_time) < 2 or not starts_all):
             raise ConfigError(
                 f"{role}.backend.sleep_while_others_answer: is for two or more servers that the run starts (launch), "
                 "and that get no new weights; remove it"

@@ -172,7 +172,7 @@ class ServerOnDevice:
     taken_gib: float  # what it takes besides its cache: weights and workspace
     token_bytes: float  # what its cache takes for one token
     sleeps: bool  # whether it sleeps while the trainer trains
-    in_shifts: bool = False  # whether it sleeps while others of its kind answer
+    shares_time: bool = False  # whether it sleeps while others of its kind answer
 
     @property
     def gib(self) -> float:
@@ -194,10 +194,10 @@ class ServerOnDevice:
 
 
 def taken_together_gib(servers: Sequence[ServerOnDevice], *, training: bool = False) -> float:
-    """Return what servers take of their device at once. Of those that answer in shifts one is awake."""
-    taken = [(each.asleep_gib if training else each.gib, each.in_shifts) for each in servers]
-    awake_gib = max((gib - ASLEEP_GIB for gib, in_shifts in taken if in_shifts), default=0.0)
-    return sum(ASLEEP_GIB if in_shifts else gib for gib, in_shifts in taken) + awake_gib
+    """Return what servers take of their device at once. Of those that share its time one is awake."""
+    taken = [(each.asleep_gib if training else each.gib, each.shares_time) for each in servers]
+    awake_gib = max((gib - ASLEEP_GIB for gib, shares_time in taken if shares_time), default=0.0)
+    return sum(ASLEEP_GIB if shares_time else gib for gib, shares_time in taken) + awake_gib
 
 
 @dataclass(frozen=True)

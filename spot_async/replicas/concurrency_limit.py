@@ -7,11 +7,11 @@ the server says or shows that it has too much:
   time-out says nothing of the load if the server had only that request, or if its reply was lost: the server answered
   others of its kind meanwhile, at a pace at which its longest answer would have come in time.
 * Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (the
-  unit is a token for requests that generate or score). They are compared for each `Errand.kind` separately: a window
-  of many requests against a baseline that follows slowly. On a server that batches, latency may grow in proportion to
-  the requests that it has. That is a queue and costs no throughput, so it is no reason to lower the limit (`tune` finds
-  the best place on that curve). Growth beyond that costs throughput: memory no longer holds what is in flight, or
-  others use the server too.
+  unit is a token for requests that generate or score). They are compared for each `LeaseRequest.kind` separately: a
+  window of many requests against a baseline that follows slowly. On a server that batches, latency may grow in
+  proportion to the requests that it has. That is a queue and costs no throughput, so it is no reason to lower the limit
+  (`tune` finds the best place on that curve). Growth beyond that costs throughput: memory no longer holds what is in
+  flight, or others use the server too.
 
 Latency is only a sign, so it counts only where it means something:
 
@@ -207,7 +207,7 @@ class Moment(NamedTuple):
 
     s: float
     busy_s: float  # seconds in flight until then, summed over all requests
-    kind_busy_s: float  # the same, summed over the requests of one `Errand.kind`
+    kind_busy_s: float  # the same, summed over the requests of one `LeaseRequest.kind`
     kind_work: int = 0  # tokens that the answers to these amounted to
 
 

@@ -20,7 +20,7 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 @dataclass(slots=True, eq=False)
-class Errand:
+class LeaseRequest:
     """A request on its way through a pool, with all its attempts."""
 
     stage: str
@@ -90,7 +90,7 @@ class Lease(Protocol[S_co]):
 class ServicePool(Protocol[S_co]):
     """The replicas of one role."""
 
-    async def lease(self, errand: Errand) -> Lease[S_co]:
+    async def lease(self, request: LeaseRequest) -> Lease[S_co]:
         """Wait, without a time limit, until a replica may take the request; return a lease on it.
 
         This is the servers' back-pressure. Raises `PermanentError` for a request that is known to end servers.
@@ -105,7 +105,7 @@ class OneService(Generic[S]):
     def __init__(self, service: S) -> None:
         self._service = service
 
-    async def lease(self, errand: Errand) -> Lease[S]:
+    async def lease(self, request: LeaseRequest) -> Lease[S]:
         return self
 
     def give_back(self) -> None:

@@ -1,6 +1,6 @@
 """Stands for all servers of a role as one backend: it leases them to stages, sends weights, and brings servers back.
 
-It is a thin shell: `dispatcher` grants leases, `weights` keeps versions, `recovery` sees to a replica in trouble.
+It is a thin shell: `scheduler` grants leases, `weights` keeps versions, `recovery` sees to a replica in trouble.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from spot_async.errors import (
 )
 from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
-from spot_async.replicas.dispatcher import Dispatcher
-from spot_async.replicas.leasing import Errand, Lease
+from spot_async.replicas.gpu_time_sharing import GpuTimeSharing
+from spot_async.replicas.leasing import Lease, LeaseRequest
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
-from spot_async.replicas.shifts import Shifts
+from spot_async.replicas.scheduler import Scheduler
 from spot_async.replicas.weights import Weights, got_no_reply
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
@@ -67,7 +67,7 @@ class ReplicaPool(Opened, Generic[B]):
         rate_limit: RateLimiter | None = None,
         people: PeopleListener | None = None,
         turns: Turns | None = None,
-        shifts: Shifts | None = None,
+        time_sharing: GpuTimeSharing | None = None,
     ) -> None:
         """Make a pool that is not entered yet.
 
@@ -75,7 +75,7 @@ class ReplicaPool(Opened, Generic[B]):
           attaches to it.
         * `are_ours`: entering starts servers, so that entering again counts as a restart.
         * `turns` of replicas that share devices with others, by their names; they start in these, and start again.
-        * `shifts`: in which the pool answers, and which enters it then.
+        * `time_sharing`: what gives the pool time on GPUs that it shares, and enters it then.
         """
         self.role = role
         self._serving = serving or ServingConfig()
@@ -83,12 +83,12 @@ class ReplicaPool(Opened, Generic[B]):
         self._made = {name: (make, make()) for name, make in factories.items()}
         self._replicas: list[Replica[B]] = []
         self._people = people or PeopleListener()
-        self._shifts = shifts
-        self._dispatcher = Dispatcher(self._replicas, rate_limit, self._people.warn)
-        if shifts is not None:
-            shifts.pools[role] = self
+        self._time_sharing = time_sharing
+        self._scheduler = Scheduler(self._replicas, rate_limit, self._people.warn)
+        if time_sharing is not None:
+            time_sharing.pools[role] = self
         self._moved = asyncio.Event()  # set when a replica changes its state
-        self._weights = Weights(self._replicas, self._dispatcher, self._moved)
+        self._weights = Weights(self._replicas, self._scheduler, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
         self._turns = turns or Turns()
@@ -106,7 +106,7 @@ class ReplicaPool(Opened, Generic[B]):
         for replica, offers in zip(self._replicas, found, strict=True):
             check_same(found[0], replica.name, offers, VOCABULARY)
             replica.life.move(State.SERVING, asyncio.get_running_loop().time())
-        stack.callback(self._dispatcher.close)
+        stack.callback(self._scheduler.close)
 
     async def _enter(self, replica: Replica[B]) -> Capabilities:
         """Start one server, or attach to it, for the first time; return what it offers.
@@ -151,7 +151,7 @@ class ReplicaPool(Opened, Generic[B]):
     @property
     def waiting(self) -> int:
         """How many requests wait, because no replica can take them yet."""
-        return len(self._dispatcher)
+        return len(self._scheduler)
 
     @property
     def traffic(self) -> Traffic:
@@ -161,29 +161,29 @@ class ReplicaPool(Opened, Generic[B]):
             add_traffic(total, replica.traffic)
         return total
 
-    async def lease(self, errand: Errand) -> Lease[B]:
-        if self._shifts is None:
-            return await self._dispatcher.lease(errand)
-        await self._shifts.enter(self.role, errand.priority)
+    async def lease(self, request: LeaseRequest) -> Lease[B]:
+        if self._time_sharing is None:
+            return await self._scheduler.lease(request)
+        await self._time_sharing.enter(self.role, request.priority)
         try:
-            lease = await self._dispatcher.lease(errand)
+            lease = await self._scheduler.lease(request)
         except BaseException:
-            self._shifts.leave()
+            self._time_sharing.leave()
             raise
-        lease.ended = self._shifts.leave
+        lease.ended = self._time_sharing.leave
         return lease
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
         """Keep all servers awake inside, for whoever asks each of them itself."""
-        if self._shifts is None:
+        if self._time_sharing is None:
             yield
             return
-        await self._shifts.enter(self.role, FIRST)
+        await self._time_sharing.enter(self.role, FIRST)
         try:
             yield
         finally:
-            self._shifts.leave()
+            self._time_sharing.leave()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what all servers offer."""
@@ -298,7 +298,7 @@ class ReplicaPool(Opened, Generic[B]):
 
     def _replica_moved(self) -> None:
         self._moved.set()
-        self._dispatcher.replica_moved()
+        self._scheduler.replica_moved()
 
 
 def _is_lost(error: RequestError) -> bool:

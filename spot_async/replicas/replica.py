@@ -20,7 +20,7 @@ from spot_async.base.waiting_room import Turns
 from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit, Occupancy
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
 from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
@@ -93,12 +93,12 @@ class Replica(Generic[B]):
         self.held_until_s = now_s  # the end of the pause that it asked for
         self.restarts = 0
         self.occupancy = Occupancy()  # of requests; the pool's own leases do not count
-        self.load = 0.0  # what is in flight, as a share of the limit; see `weigh`
+        self.load = 0.0  # what is in flight, as a share of the limit; see `update_load`
         self._requests_sent = 0
         # Requests whose connections failed since the last answer, and the time of the first of these failures.
-        self._unanswered: dict[Errand, None] = {}
+        self._unanswered: dict[LeaseRequest, None] = {}
         self._failing_s = now_s
-        self._failing: set[Errand] = set()  # all of these, whenever they were sent
+        self._failing: set[LeaseRequest] = set()  # all of these, whenever they were sent
         # For how long it has had requests since its last sign of life. While it has none, the first counts; while it
         # has some, the time since the second.
         self._silence_s = 0.0
@@ -119,13 +119,13 @@ class Replica(Generic[B]):
     def most_in_flight(self) -> int:
         return self.limit.value
 
-    def weigh(self) -> None:
+    def update_load(self) -> None:
         """Note the load anew, as a request comes or goes or the limit changes. A router reads it of every replica."""
         self.load = self.in_flight / self.limit.value
 
     @property
     def has_suspected_request(self) -> bool:
-        return any(lease.errand.is_suspected for lease in self.leases)
+        return any(lease.request.is_suspected for lease in self.leases)
 
     @property
     def traffic(self) -> Traffic:
@@ -167,16 +167,16 @@ class Replica(Generic[B]):
             self._idle.clear()
         self.leases[lease] = None
         if lease.is_request:
-            self.occupancy.began(lease.errand.kind, lease.granted_s)
-            self.weigh()
+            self.occupancy.began(lease.request.kind, lease.granted_s)
+            self.update_load()
             self._requests_sent += 1
 
     def released(self, lease: HeldLease[B]) -> None:
         del self.leases[lease]
         now_s = self._loop.time()
-        lease.errand.clock_started(now_s)
+        lease.request.clock_started(now_s)
         if lease.is_request:
-            self.occupancy.ended(lease.errand.kind, now_s)
+            self.occupancy.ended(lease.request.kind, now_s)
         if not self.leases:
             self._silence_s = now_s - self._silent_since_s
             self._idle.set()
@@ -189,12 +189,12 @@ class Replica(Generic[B]):
         """
         waiting = [lease for lease in self.leases if lease.is_request]
         for lease in waiting:
-            lease.errand.clock_stopped(self._loop.time())
+            lease.request.clock_stopped(self._loop.time())
         try:
             yield
         finally:
             for lease in self.leases:
-                lease.errand.clock_started(self._loop.time())
+                lease.request.clock_started(self._loop.time())
             if waiting:
                 self.limit.interrupted(self._loop.time())
 
@@ -213,8 +213,8 @@ class Replica(Generic[B]):
         if not self._unanswered:
             self._failing_s = now_s
         if lease.granted_s < self._failing_s:
-            self._unanswered[lease.errand] = None
-        self._failing.add(lease.errand)
+            self._unanswered[lease.request] = None
+        self._failing.add(lease.request)
         if self.life.failed(lease.granted_s, now_s):
             # One request that fails again and again may itself be the reason, so its trial says nothing of the server.
             self.life.failed_trial = self.life.failed_trial and len(self._failing) > 1
@@ -229,8 +229,8 @@ class Replica(Generic[B]):
     def take_back(self, reason: str, *, is_lost: bool) -> None:
         """Cancel everything in flight. `is_lost`: the server ended or froze by itself, perhaps over one of these."""
         if is_lost:
-            for errand in dict.fromkeys(lease.errand for lease in self.leases) | self._unanswered:
-                errand.losses += 1
+            for request in dict.fromkeys(lease.request for lease in self.leases) | self._unanswered:
+                request.losses += 1
         self._unanswered.clear()
         self._failing.clear()
         for lease in self.leases:
@@ -295,7 +295,7 @@ class Replica(Generic[B]):
         if self.offers is None:
             self.offers = found
             self.limit = ConcurrencyLimit(self._max_in_flight, found.slots or 1)
-            self.weigh()
+            self.update_load()
         return found
 
     async def leave(self) -> None:
@@ -313,7 +313,7 @@ class HeldLease(Generic[B]):
     def __init__(
         self,
         replica: Replica[B],
-        errand: Errand,
+        request: LeaseRequest,
         now_s: float,
         released: Callable[[HeldLease[B], BaseException | None], None] = lambda lease, error: None,
         *,
@@ -326,13 +326,13 @@ class HeldLease(Generic[B]):
         weight update, is no request (`is_request`) and is not limited. `grant` is the room that a rate limit keeps.
         """
         self.service = replica.backend
-        self.errand = errand
+        self.request = request
         self.granted_s = now_s
-        self.sent = replica.occupancy.at(errand.kind, now_s)
+        self.sent = replica.occupancy.at(request.kind, now_s)
         self.is_request = is_request
         self.grant = grant
         self.ended: Callable[[], None] = lambda: None  # called once when it ends
-        self.holder = replica
+        self.owner = replica
         self._released = released
         self._reason: str | None = None
         self._timeout = asyncio.timeout(None)
@@ -341,7 +341,7 @@ class HeldLease(Generic[B]):
 
     @property
     def replica(self) -> str:
-        return self.holder.name
+        return self.owner.name
 
     @property
     def was_revoked(self) -> bool:
@@ -390,7 +390,7 @@ class HeldLease(Generic[B]):
         return error
 
     def _end(self, error: BaseException | None) -> None:
-        self.holder.released(self)
+        self.owner.released(self)
         self._released(self, error)
         self.ended()
 

@@ -22,10 +22,10 @@ from spot_async.errors import (
 )
 from spot_async.models.weight_files import check_unchanged, in_use, marked
 from spot_async.protocols import WeightSink
-from spot_async.replicas.dispatcher import Dispatcher
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
+from spot_async.replicas.scheduler import Scheduler
 from spot_async.types import WeightSnapshot
 
 UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
@@ -34,9 +34,9 @@ UPDATED = frozenset({State.SERVING, State.SUSPECT, State.HALF_OPEN})
 class Weights(Generic[B]):
     """The weights that one role's replicas must hold. `moved` is set whenever a replica changes its state."""
 
-    def __init__(self, replicas: list[Replica[B]], dispatcher: Dispatcher[B], moved: asyncio.Event) -> None:
+    def __init__(self, replicas: list[Replica[B]], scheduler: Scheduler[B], moved: asyncio.Event) -> None:
         self._replicas = replicas
-        self._dispatcher = dispatcher
+        self._scheduler = scheduler
         self._newest: WeightSnapshot | None = None  # None: those that the servers started with
         self._moved = moved
         self._is_updating = False
@@ -122,7 +122,7 @@ class Weights(Generic[B]):
     async def _until_one_serves(self, deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
-                while not any(each.life.takes(self._dispatcher.version, 0) for each in self._replicas):
+                while not any(each.life.takes(self._scheduler.version, 0) for each in self._replicas):
                     self._moved.clear()
                     await self._moved.wait()
         except TimeoutError:
@@ -131,7 +131,7 @@ class Weights(Generic[B]):
 
     def _set_newest(self, snapshot: WeightSnapshot | None) -> None:
         self._newest = snapshot
-        self._dispatcher.version = None if snapshot is None else snapshot.version
+        self._scheduler.version = None if snapshot is None else snapshot.version
 
 
 async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> None:
@@ -142,7 +142,7 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
     """
     with in_use(Path(snapshot.directory)):
         check_unchanged(snapshot)
-        async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
+        async with HeldLease(replica, LeaseRequest("weight update", ()), _now_s(), is_request=False) as backend:
             if not isinstance(backend, WeightSink):
                 raise ConfigError(f"{replica.name}: its backend takes no weights")
             await backend.update_weights(snapshot, deadline=deadline)

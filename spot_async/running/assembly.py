@@ -19,7 +19,7 @@ from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
 from spot_async.protocols import Trainer, Verifier
-from spot_async.replicas.leasing import Errand, Lease, pool_of
+from spot_async.replicas.leasing import Lease, LeaseRequest, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
@@ -51,9 +51,9 @@ class VerifiersOfSets(Opened):
         for verifier in dict.fromkeys([self._default, *self._of_set.values()]):
             await stack.enter_async_context(verifier)
 
-    async def lease(self, errand: Errand) -> Lease[Verifier]:
-        """Wait until the verifier of the errand's set may be asked: `ask_judgement` gives the set as its kind."""
-        return await pool_of(self._of_set.get(errand.kind, self._default)).lease(errand)
+    async def lease(self, request: LeaseRequest) -> Lease[Verifier]:
+        """Wait until the verifier of the request's set may be asked: `ask_judgement` gives the set as its kind."""
+        return await pool_of(self._of_set.get(request.kind, self._default)).lease(request)
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict | Judgement:
         verifier = self._of_set.get(problem.set_key, self._default)

@@ -20,10 +20,10 @@ from spot_async.base.tasks import Loop, alongside, running, watched
 from spot_async.base.waiting_room import Turns, in_turn
 from spot_async.checks.capabilities import of_student
 from spot_async.checks.device_shares import (
-    answers_in_shifts,
     check_room,
     device_gib,
     servers_on_devices,
+    shares_gpu_time,
     starting_order,
 )
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
@@ -32,8 +32,8 @@ from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfi
 from spot_async.errors import ConfigError
 from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, Replicated, Sleeper, WeightSink
+from spot_async.replicas.gpu_time_sharing import GpuTimeSharing
 from spot_async.replicas.pool import PeopleListener, ReplicaPool
-from spot_async.replicas.shifts import Shifts
 from spot_async.running.ray_places import placed
 from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
@@ -49,7 +49,7 @@ class OpenServices:
     capabilities: Mapping[str, Capabilities]
     spending: RunSpending  # what is asked of them is charged to its accounts
     kept_scores: Mapping[str, KeptScores]  # where teachers' answers are kept
-    shifts: Shifts  # of those that are not awake together
+    time_sharing: GpuTimeSharing  # of those that are not awake together
 
     @property
     def student(self) -> Any:
@@ -62,8 +62,10 @@ class OpenServices:
     @property
     def sleepers(self) -> list[Sleeper]:
         """What sleeps while the trainer trains."""
-        alone = [each for role, each in self.backends.items() if role not in self.shifts.pools]
-        return [each for each in (*alone, self.shifts) if isinstance(each, Sleeper) and each.sleeps_while_training]
+        alone = [each for role, each in self.backends.items() if role not in self.time_sharing.pools]
+        return [
+            each for each in (*alone, self.time_sharing) if isinstance(each, Sleeper) and each.sleeps_while_training
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +119,21 @@ async def open_services(
         cluster = ClusterConfig() if run is None else run[0].cluster
     async with placed(served, cluster, directory) as there:
         turns = Turns(starting_order(there.served)) if beside.turns is None else beside.turns
-        shifts = Shifts()
+        time_sharing = GpuTimeSharing()
         models = {role: _of_run(role, model, run) for role, model in there.served.items()}
         servers: list[AbstractAsyncContextManager[Any]] = []
         if directly:
-            if any(map(answers_in_shifts, models.values())):
+            if any(map(shares_gpu_time, models.values())):
                 raise ConfigError("sleep_while_others_answer: servers are to be asked together here: set it to false")
             first = {role: _first_server(role, model, directory, spending, cores) for role, model in models.items()}
             backends: dict[str, Any] = {role: backend for role, (_, backend) in first.items()}
             servers = [in_turn(turns, name, backend) for name, backend in first.values()]
         else:
             backends = {
-                role: _pool(role, model, directory, spending, cores, listener, turns, shifts)
+                role: _pool(role, model, directory, spending, cores, listener, turns, time_sharing)
                 for role, model in models.items()
             }
-            servers = [*(pool for role, pool in backends.items() if role not in shifts.pools), shifts]
+            servers = [*(pool for role, pool in backends.items() if role not in time_sharing.pools), time_sharing]
         replayed = spending.replayed_teachers
         backends |= replayed
         servers += replayed.values()
@@ -143,7 +145,9 @@ async def open_services(
             check_room(servers_on_devices(there.served, device_gib(cluster, there.served)))
             async with (
                 running(*entered),
-                alongside(*(each.watch for each in backends.values()), shifts.watch, *beside.watches, there.watch),
+                alongside(
+                    *(each.watch for each in backends.values()), time_sharing.watch, *beside.watches, there.watch
+                ),
             ):
                 found, diagnosis = await _ask(run, backends, listener)
                 if run is not None:
@@ -154,7 +158,7 @@ async def open_services(
                     _accept(diagnosis, listener)
                     kept_scores = await spending.kept_scores(found)
                     found = await _give_first_weights(run, there.served, backends, found, listener)
-                yield OpenServices(backends, found, spending, kept_scores, shifts)
+                yield OpenServices(backends, found, spending, kept_scores, time_sharing)
 
 
 def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None) -> ModelConfig:
@@ -174,7 +178,7 @@ def _pool(
     cores: CoreShares,
     listener: StartListener,
     turns: Turns,
-    shifts: Shifts,
+    time_sharing: GpuTimeSharing,
 ) -> Any:
     """Make a pool of all servers of a role. Nothing is started."""
     account = spending.accounts.get(role)
@@ -187,7 +191,7 @@ def _pool(
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
         people=listener,
         turns=turns,
-        shifts=shifts if answers_in_shifts(model) else None,
+        time_sharing=time_sharing if shares_gpu_time(model) else None,
     )
 
 

@@ -31,7 +31,7 @@ from spot_async.errors import (
     RequestError,
     ThrottledError,
 )
-from spot_async.replicas.leasing import Errand, Lease, ServicePool
+from spot_async.replicas.leasing import Lease, LeaseRequest, ServicePool
 from spot_async.stages.events import AttemptFailed, RequestAsked, RequestEnded
 
 FAILED_KEPT = 64  # attempts of one request: it may be throttled for a day
@@ -69,7 +69,7 @@ NONE_YET: Mapping[FailureClass, int] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
-class OpenRequest(Errand):
+class OpenRequest(LeaseRequest):
     """One request that a stage holds. The watchdog reads these to say what a run waits for.
 
     Times are in seconds on the event loop's clock.

@@ -28,7 +28,7 @@ from spot_async.errors import (
     RequestError,
     TransientError,
 )
-from spot_async.replicas.leasing import Errand, pool_of
+from spot_async.replicas.leasing import LeaseRequest, pool_of
 from spot_async.running.assembly import make_verifier
 from spot_async.spending.run_spending import RunSpending, summarize_spending
 from spot_async.stages.events import AttemptFailed
@@ -344,8 +344,8 @@ async def test_each_training_set_is_judged_by_its_own_verifier_which_has_its_own
             assert verdicts == [Verdict.WRONG, Verdict.CORRECT, Verdict.CORRECT]
             assert [each["id"] for each in judge.questions] == ["1/p", "2/p"]
             # Requests wait for a set's own limit, outside of their time. Sets with equal settings share one.
-            errands = [Errand("verify", (0,), kind=f"data.train.{index}") for index in range(3)]
-            leases = [await pool_of(verifier).lease(each) for each in errands]  # type: ignore[type-var]
+            requests = [LeaseRequest("verify", (0,), kind=f"data.train.{index}") for index in range(3)]
+            leases = [await pool_of(verifier).lease(each) for each in requests]  # type: ignore[type-var]
             services = [await lease.__aenter__() for lease in leases]
             assert [isinstance(each, HttpVerifier) for each in services] == [False, True, True]
             assert services[1] is services[2]

@@ -144,8 +144,8 @@ def test_shares_that_cannot_be_are_refused_in_one_line_with_both_sides(model, gp
         )
 
 
-def test_servers_that_answer_in_shifts_may_each_have_most_of_a_device(model, gpus):
-    def in_shifts(student: float, first: float, second: float) -> dict[str, ModelConfig]:
+def test_servers_that_share_a_gpu_may_each_have_most_of_a_device(model, gpus):
+    def shares_time(student: float, first: float, second: float) -> dict[str, ModelConfig]:
         shares = {"student": student, "math": first, "code": second}
         models = served(model, **{role: launch(devices="0", memory_fraction=share) for role, share in shares.items()})
         sleeps = {"sleep_while_others_answer": True}
@@ -156,7 +156,7 @@ def test_servers_that_answer_in_shifts_may_each_have_most_of_a_device(model, gpu
             for role, each in models.items()
         }
 
-    models = shared_out(in_shifts(0.2, 0.7, 0.6), ClusterConfig())
+    models = shared_out(shares_time(0.2, 0.7, 0.6), ClusterConfig())
     gpus(gpu0=(80.0, 75.0))  # 16 of the student, 56 of the one that is awake, 2 of the other
     check_room(servers_on_devices(models, 80.0))
     gpus(gpu0=(80.0, 73.0))
@@ -165,7 +165,7 @@ def test_servers_that_answer_in_shifts_may_each_have_most_of_a_device(model, gpu
     with pytest.raises(
         ConfigError, match=r"^code\.backend\.launch\.memory_fraction: student and math and code share GPU 0"
     ):
-        shared_out(in_shifts(0.4, 0.7, 0.6), ClusterConfig())
+        shared_out(shares_time(0.4, 0.7, 0.6), ClusterConfig())
 
 
 def test_a_device_that_others_use_is_refused_before_a_server_finds_out(model, gpus):

@@ -132,7 +132,7 @@ def forget_which_weights_sampled_which_tokens(monkeypatch):
 
 def take_a_returning_server_as_up_to_date(monkeypatch):
     async def nothing_is_sent(weights, replica):
-        replica.life.version = weights._dispatcher.version
+        replica.life.version = weights._scheduler.version
 
     monkeypatch.setattr(Weights, "catch_up", nothing_is_sent)
 

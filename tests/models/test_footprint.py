@@ -294,7 +294,7 @@ def test_a_devices_rate_is_known_by_its_whole_name_or_not_at_all(name, operation
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_of_servers_that_answer_in_shifts_one_is_awake(sleeps):
+def test_of_servers_that_share_a_gpu_one_is_awake(sleeps):
     shares = {"math": 0.6, "code": 0.5}
     servers = [ServerOnDevice(name, name, 0, 80.0, share, 10.0, 1.0, sleeps, True) for name, share in shares.items()]
     servers.append(ServerOnDevice("student", "student", 0, 80.0, 0.2, 10.0, 1.0, False))

@@ -20,7 +20,7 @@ from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, ThrottledError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit, Moment
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.testing.services import capabilities, token_scores
 from spot_async.testing.simulation import make_policy, make_run
@@ -192,7 +192,7 @@ def test_a_straggler_that_times_out_alone_leaves_the_limit_as_it_is(error, expec
     async def scenario():
         pool = ReplicaPool("student", {"student": lambda: Backend(None, 64)})
         async with pool:
-            lease = await pool.lease(Errand("rollout", (0,)))
+            lease = await pool.lease(LeaseRequest("rollout", (0,)))
             with pytest.raises(type(error)):
                 async with lease:
                     raise error
@@ -285,10 +285,10 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
 
         async def ask(stage, priority, tokens, answer):
             async with turns[stage]:
-                errand = Errand(stage, priority)
-                async with await pool.lease(errand):
+                request = LeaseRequest(stage, priority)
+                async with await pool.lease(request):
                     await answer
-                    errand.work = tokens
+                    request.work = tokens
 
         def some_tokens(mean):
             return 1 + min(159, int(rng.expovariate(1 / mean)))

@@ -16,7 +16,7 @@ from spot_async.errors import (
     ServerRestartedError,
     TransientError,
 )
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -72,7 +72,7 @@ def test_a_request_that_takes_its_time_to_end_outlives_a_second_incident():
 
 def test_a_lease_that_was_taken_back_before_it_is_used_sends_nothing():
     async def scenario(pool, made):
-        lease = await pool.lease(Errand("score", (0,)))
+        lease = await pool.lease(LeaseRequest("score", (0,)))
         made[0][0].kill()
         await asyncio.sleep(1.0)
         with pytest.raises(TransientError, match="r0: given up"):

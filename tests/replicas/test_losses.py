@@ -19,7 +19,7 @@ from spot_async.base.tasks import watched
 from spot_async.config import LoraConfig, ServingConfig
 from spot_async.errors import ProcessDiedError, TransientError
 from spot_async.models.weight_files import ADAPTER, delete_weights
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.replica import Trouble
@@ -50,7 +50,7 @@ def opened_below(directory: Path) -> list[str]:
 
 async def ask(pool: ReplicaPool[Any], seed: int, tokens: int = 4) -> None:
     sampling = SamplingSettings(max_tokens=tokens, stop_token_ids=(), seed=seed)
-    async with await pool.lease(Errand("rollout", (seed,))) as backend:
+    async with await pool.lease(LeaseRequest("rollout", (seed,))) as backend:
         await backend.generate(np.array([5, 9, 2], np.int32), sampling, deadline=soon())
 
 

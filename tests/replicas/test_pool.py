@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.capabilities import MODEL, check_same, combined
-from spot_async.replicas.dispatcher import Dispatcher
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle, State
 from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
+from spot_async.replicas.scheduler import Scheduler
 from spot_async.spending.rate_limit import LEASED, RateLimiter
 from spot_async.testing.services import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -137,29 +137,29 @@ class Service:
     """A backend that does nothing; only its identity matters."""
 
 
-def dispatcher(count=1, most=1, rate_limit=None, warn=lambda line: None):
+def scheduler(count=1, most=1, rate_limit=None, warn=lambda line: None):
     replicas: list[Replica] = []
-    pool = Dispatcher(replicas, rate_limit, warn)
+    pool = Scheduler(replicas, rate_limit, warn)
     for i in range(count):
         replicas.append(Replica(f"r{i}", Service, Service(), max_in_flight=most, moved=pool.replica_moved))
         replicas[-1].life.move(State.SERVING, 0.0)
     return pool, replicas
 
 
-async def hold(pool, errand, seconds, log):
-    async with await pool.lease(errand) as _:
-        log.append(errand)
+async def hold(pool, request, seconds, log):
+    async with await pool.lease(request) as _:
+        log.append(request)
         await asyncio.sleep(seconds)
 
 
 def test_the_oldest_prompt_goes_first_whichever_stage_it_asks():
     async def scenario():
-        pool, _ = dispatcher()
-        log: list[Errand] = []
+        pool, _ = scheduler()
+        log: list[LeaseRequest] = []
         async with asyncio.TaskGroup() as group:
             for stage, priority in [("rollout", (9,)), ("rollout", (5,)), ("probe", (3, 7)), ("candidates", (3,))]:
-                group.create_task(hold(pool, Errand(stage, priority), 1.0, log))
-        assert [errand.priority for errand in log] == [(9,), (3,), (3, 7), (5,)]
+                group.create_task(hold(pool, LeaseRequest(stage, priority), 1.0, log))
+        assert [request.priority for request in log] == [(9,), (3,), (3, 7), (5,)]
 
     run_on_virtual_time(scenario())
 
@@ -168,10 +168,10 @@ def test_the_oldest_prompt_goes_first_whichever_stage_it_asks():
 @given(st.data())
 def test_no_place_is_lost_to_cancellation_or_to_a_replica_that_is_taken_out(data):
     async def scenario():
-        pool, replicas = dispatcher(count=2, most=2)
-        log: list[Errand] = []
-        errands = [Errand("probe", (i,), session=f"s{i % 3}") for i in range(12)]
-        tasks = [asyncio.create_task(hold(pool, errand, 1.0, log)) for errand in errands]
+        pool, replicas = scheduler(count=2, most=2)
+        log: list[LeaseRequest] = []
+        requests = [LeaseRequest("probe", (i,), session=f"s{i % 3}") for i in range(12)]
+        tasks = [asyncio.create_task(hold(pool, request, 1.0, log)) for request in requests]
         for task in data.draw(st.lists(st.sampled_from(tasks), max_size=6)):
             await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.5, 1.0])))
             task.cancel()
@@ -188,16 +188,16 @@ def test_no_place_is_lost_to_cancellation_or_to_a_replica_that_is_taken_out(data
 
 def test_a_replica_that_is_lost_gives_its_requests_back_at_once():
     async def scenario():
-        pool, (replica,) = dispatcher()
-        errand = Errand("probe", (0,))
-        task = asyncio.create_task(hold(pool, errand, 1000.0, []))
+        pool, (replica,) = scheduler()
+        request = LeaseRequest("probe", (0,))
+        task = asyncio.create_task(hold(pool, request, 1000.0, []))
         await asyncio.sleep(1.0)
         replica.life.move(State.OPEN, 1.0)
         replica.take_back("no answer to a ping", is_lost=True)
         with pytest.raises(TransientError, match="r0: given up: no answer to a ping"):
             await task
         assert asyncio.get_running_loop().time() == 1.0
-        assert (errand.losses, errand.failed_on) == (1, {"r0"})
+        assert (request.losses, request.failed_on) == (1, {"r0"})
 
     run_on_virtual_time(scenario())
 
@@ -205,11 +205,11 @@ def test_a_replica_that_is_lost_gives_its_requests_back_at_once():
 def test_a_rate_limit_holds_up_everybody_behind_the_first():
     async def scenario():
         limit = RateLimiter(tokens_per_minute=60)
-        pool, _ = dispatcher(most=99, rate_limit=limit)
+        pool, _ = scheduler(most=99, rate_limit=limit)
         started: dict[int, float] = {}
 
         async def ask(number, tokens):
-            async with await pool.lease(Errand("score", (number,), tokens=tokens)):
+            async with await pool.lease(LeaseRequest("score", (number,), tokens=tokens)):
                 started[number] = asyncio.get_running_loop().time()
                 limit.send(started[number], limit.claim(LEASED.get()))
 
@@ -226,31 +226,31 @@ def test_a_request_that_servers_end_of_is_sent_alone_and_then_given_up():
     one."""
 
     async def scenario():
-        pool, (replica,) = dispatcher(most=99)
-        deadly = Errand("rollout", (0,))
-        errands = [deadly, *(Errand("rollout", (i,)) for i in range(1, 6))]
-        given_up: list[Errand] = []
-        answered: list[Errand] = []
+        pool, (replica,) = scheduler(most=99)
+        deadly = LeaseRequest("rollout", (0,))
+        requests = [deadly, *(LeaseRequest("rollout", (i,)) for i in range(1, 6))]
+        given_up: list[LeaseRequest] = []
+        answered: list[LeaseRequest] = []
 
-        async def ask(errand):
+        async def ask(request):
             while True:
                 try:
-                    async with await pool.lease(errand):
+                    async with await pool.lease(request):
                         await asyncio.sleep(1.0)
-                        if errand is deadly:
+                        if request is deadly:
                             replica.take_back("it ended", is_lost=True)
                         await asyncio.sleep(1.0)
                 except TransientError:
                     continue
                 except PermanentError:
-                    given_up.append(errand)
+                    given_up.append(request)
                     return
-                answered.append(errand)
+                answered.append(request)
                 return
 
         async with asyncio.TaskGroup() as group:
-            for errand in errands:
-                group.create_task(ask(errand))
+            for request in requests:
+                group.create_task(ask(request))
         assert given_up == [deadly]
         with pytest.raises(PermanentError, match="rollout: 3 times a server ended or froze"):
             deadly.check()
@@ -263,13 +263,13 @@ def test_a_request_that_is_convicted_while_it_waits_is_not_sent():
     """As the second sending of a slow request is, when a server ends of the first."""
 
     async def scenario():
-        pool, (replica,) = dispatcher(most=9)
-        errand = Errand("score", (0,), losses=2)
+        pool, (replica,) = scheduler(most=9)
+        request = LeaseRequest("score", (0,), losses=2)
         sent = []
 
         async def send():
-            async with await pool.lease(errand):
-                sent.append(errand)
+            async with await pool.lease(request):
+                sent.append(request)
                 await asyncio.sleep(1000.0)
 
         first, second = asyncio.create_task(send()), asyncio.create_task(send())
@@ -288,12 +288,12 @@ def test_a_request_that_is_convicted_while_it_waits_is_not_sent():
 
 def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
     async def scenario():
-        pool, (replica,) = dispatcher(most=9)
+        pool, (replica,) = scheduler(most=9)
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
-                group.create_task(hold(pool, Errand("probe", (0,), losses=2), 15.0, []))
+                group.create_task(hold(pool, LeaseRequest("probe", (0,), losses=2), 15.0, []))
             await asyncio.sleep(1.0)
-            await hold(pool, Errand("probe", (5,)), 0.5, [])
+            await hold(pool, LeaseRequest("probe", (5,)), 0.5, [])
             assert asyncio.get_running_loop().time() == 1.5
         assert (replica.in_flight, len(pool)) == (0, 0)
 
@@ -303,11 +303,11 @@ def test_suspected_requests_that_wait_hold_up_nobody_who_comes_later():
 def test_refusals_and_failures_are_known_to_the_replica():
     async def scenario():
         lines: list[str] = []
-        pool, (replica,) = dispatcher(most=99, warn=lines.append)
+        pool, (replica,) = scheduler(most=99, warn=lines.append)
 
         async def fail(error):
             with pytest.raises(type(error)):
-                async with await pool.lease(Errand("probe", (0,))):
+                async with await pool.lease(LeaseRequest("probe", (0,))):
                     raise error
 
         await fail(ThrottledError("429"))
@@ -322,12 +322,12 @@ def test_refusals_and_failures_are_known_to_the_replica():
 
 def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
     async def scenario():
-        pool, replicas = dispatcher(count=2, most=99)
+        pool, replicas = scheduler(count=2, most=99)
         loop = asyncio.get_running_loop()
         sent: list[tuple[float, str]] = []
 
         async def ask(retry_after_s=None):
-            lease = await pool.lease(Errand("score", (0,)))
+            lease = await pool.lease(LeaseRequest("score", (0,)))
             async with lease:
                 sent.append((loop.time(), lease.replica))
                 if retry_after_s is not None:
@@ -349,10 +349,10 @@ def test_a_replica_that_asked_to_be_left_alone_gets_nothing_until_then():
 def test_people_are_told_once_who_asks_for_a_long_pause_and_a_year_holds_up_nobody():
     async def scenario():
         lines: list[str] = []
-        pool, (replica,) = dispatcher(most=3, warn=lines.append)
+        pool, (replica,) = scheduler(most=3, warn=lines.append)
 
         async def ask(pause_s=None):
-            async with await pool.lease(Errand("score", (0,))):
+            async with await pool.lease(LeaseRequest("score", (0,))):
                 await asyncio.sleep(1.0)
                 if pause_s is not None:
                     raise ThrottledError("429: daily limit", retry_after_s=pause_s)
@@ -375,11 +375,11 @@ def test_people_are_told_once_who_asks_for_a_long_pause_and_a_year_holds_up_nobo
 
 def test_a_request_that_never_left_says_nothing_of_its_replica():
     async def scenario():
-        pool, (replica,) = dispatcher(most=99)
+        pool, (replica,) = scheduler(most=99)
         error = DeadlineExceededError("no turn")
         error.was_sent = False
         with pytest.raises(DeadlineExceededError):
-            async with await pool.lease(Errand("score", (0,))):
+            async with await pool.lease(LeaseRequest("score", (0,))):
                 raise error
         assert replica.limit.decreases == 0
 

@@ -27,10 +27,10 @@ from spot_async.errors import ProcessDiedError, SpotError
 from spot_async.loop.publishing import SleepingServers
 from spot_async.models.footprint import per_device, trainer_memory
 from spot_async.models.model_size import read_size
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.gpu_time_sharing import GpuTimeSharing
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.shifts import Shifts
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -164,7 +164,7 @@ def test_a_server_that_is_started_again_has_the_same_cache(kind, moment, victims
 
 
 class TwoTeachersOnOneGpu:
-    """Two teachers of 8B that answer in shifts, and sleep while the trainer of 1.7B trains on the same card."""
+    """Two teachers of 8B that share the time of a card, and sleep while the trainer of 1.7B trains on the same card."""
 
     def __init__(self, kind: str, models: dict[str, Path], rng: random.Random) -> None:
         self.device = Device(CARD_GIB)
@@ -178,7 +178,7 @@ class TwoTeachersOnOneGpu:
         teacher = ModelConfig(model=str(models["teacher"]), backend=settings)
         served = shared_out({f"teachers.{name}": teacher for name in ("math", "code")}, ClusterConfig(device_gib=79.2))
         self.servers = servers_on_devices(served, CARD_GIB)
-        turns, self.shifts = Turns(starting_order(served, 1)), Shifts()
+        turns, self.time_sharing = Turns(starting_order(served, 1)), GpuTimeSharing()
         self.made: dict[str, list] = {role: [] for role in served}
         size = read_size(models["teacher"])
 
@@ -190,13 +190,15 @@ class TwoTeachersOnOneGpu:
             return server
 
         self.pools = {
-            role: ReplicaPool(role, {role: partial(factory, role)}, ServingConfig(), turns=turns, shifts=self.shifts)
+            role: ReplicaPool(
+                role, {role: partial(factory, role)}, ServingConfig(), turns=turns, time_sharing=self.time_sharing
+            )
             for role in served
         }
         training = TrainingConfig(iterations=1, batch_size=32, dtype="bfloat16", micro_batch_tokens=5_120)
         self.rank = trainer_memory(read_size(models["student"]), training, longest_tokens=5_120)
         self.trainer = Trainer(self.device, self.rank.resting, self.rank.training, rng)
-        self.entered = [self.shifts, in_turn(turns, TRAINER, self.trainer)]
+        self.entered = [self.time_sharing, in_turn(turns, TRAINER, self.trainer)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -206,7 +208,7 @@ def test_two_teachers_take_turns_around_one_trainer_and_one_is_killed(kind, mome
     async def scenario():
         rng = random.Random(seed)
         gpu = TwoTeachersOnOneGpu(kind, models, rng)
-        sleeping = SleepingServers([gpu.shifts], timeout_s=600.0)
+        sleeping = SleepingServers([gpu.time_sharing], timeout_s=600.0)
         failed: list[bool] = []
         doomed: list[str] = []  # killed while they answer
 
@@ -222,14 +224,14 @@ def test_two_teachers_take_turns_around_one_trainer_and_one_is_killed(kind, mome
 
         async def prompt(ordinal):
             await asyncio.sleep(rng.uniform(0.0, 120.0))
-            role, errand = rng.choice([*gpu.pools]), Errand("score", (ordinal,))
-            replies = [await ask(gpu.pools[role], partial(answer, role), errand=errand)]
+            role, request = rng.choice([*gpu.pools]), LeaseRequest("score", (ordinal,))
+            replies = [await ask(gpu.pools[role], partial(answer, role), request=request)]
             if replies[0] != role:  # its server was killed meanwhile
-                replies.append(await ask(gpu.pools[role], partial(answer, role), errand=errand))
+                replies.append(await ask(gpu.pools[role], partial(answer, role), request=request))
             assert replies[-1] == role
             failed.append(len(replies) > 1)
 
-        watches = [gpu.shifts.watch, *(pool.watch for pool in gpu.pools.values())]
+        watches = [gpu.time_sharing.watch, *(pool.watch for pool in gpu.pools.values())]
         async with running(*gpu.entered), alongside(*watches):
             for iteration in range(20):
                 async with asyncio.TaskGroup() as batch:

@@ -69,7 +69,7 @@ def test_each_has_its_servers_its_stage_and_its_cache(first, tmp_path):
     assert weights_of(first / "run") == weights_of(again.directory) == weights_of(replayed.directory)
 
 
-def in_shifts(folder, name, max_staleness, **keys):
+def shares_time(folder, name, max_staleness, **keys):
     """Run with two teachers whose backends have these keys; return the run's directory."""
     given = tree(folder, run={"directory": str(folder / name)}, max_staleness=max_staleness)
     for teacher in given["teachers"].values():
@@ -78,22 +78,22 @@ def in_shifts(folder, name, max_staleness, **keys):
 
 
 @pytest.mark.long
-def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(first, tmp_path):
+def test_two_that_share_a_gpu_beside_the_trainer_change_nothing_but_time(first, tmp_path):
     SleepyLocal.woken.clear()
     sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}
-    run = in_shifts(tmp_path, "in shifts", 0, kind="sleepy_local:SleepyLocal", **sleeps)
-    # For the checks of the start, and for each batch. A rollout that comes late begins another shift.
+    run = shares_time(tmp_path, "time sharing", 0, kind="sleepy_local:SleepyLocal", **sleeps)
+    # For the checks of the start, and for each batch. A rollout that comes late begins another time slice.
     batches = len((run / "metrics.jsonl").read_text().splitlines())
     assert min(SleepyLocal.woken.count(name) for name in ("teachers.math", "teachers.code")) > batches > 0
     assert weights_of(run) == weights_of(first / "run")
 
 
 @pytest.mark.nightly
-def test_two_answer_in_shifts_while_the_trainer_trains_on_devices_of_its_own(
+def test_two_share_a_gpu_while_the_trainer_trains_on_devices_of_its_own(
     tmp_path, servers_on_threads, trainer_on_thread
 ):
     SleepyLocal.woken.clear()
-    run = in_shifts(tmp_path, "run", 1, kind="sleepy_local:SleepyLocal", sleep_while_others_answer=True)
+    run = shares_time(tmp_path, "run", 1, kind="sleepy_local:SleepyLocal", sleep_while_others_answer=True)
     assert {*SleepyLocal.woken} == {"teachers.math", "teachers.code"}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [sum(row[f"stage/score.{name}/requests"] for row in rows) for name in ("math", "code")] == [16, 16]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spot_async.errors import RequestError, ThrottledError
-from spot_async.replicas.dispatcher import Dispatcher
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import Replica
+from spot_async.replicas.scheduler import Scheduler
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import LEASED, RateLimiter
@@ -178,10 +178,10 @@ def test_a_lease_that_nothing_was_sent_under_gives_its_room_back():
         size = Size(prompt_tokens=1, max_completion_tokens=1)
         replica = Replica("r", object, object(), max_in_flight=9)
         replica.life.move(State.SERVING, 0.0)
-        pool = Dispatcher([replica], account.rate_limit)
+        pool = Scheduler([replica], account.rate_limit)
 
         async def ask(number, *, is_sent):
-            async with await pool.lease(Errand("score", (number,), tokens=2)):
+            async with await pool.lease(LeaseRequest("score", (number,), tokens=2)):
                 if is_sent:
                     async with account.request("there", size, account.rate_limit) as charge:
                         charge.answered(b"{}")
@@ -207,7 +207,7 @@ def test_requests_of_a_lease_wait_for_no_later_lease(places):
         size = Size(prompt_tokens=1, max_completion_tokens=1)
         replica = Replica("r", object, object(), max_in_flight=9)
         replica.life.move(State.SERVING, 0.0)
-        pool, singles = Dispatcher([replica], account.rate_limit), asyncio.Semaphore(places)
+        pool, singles = Scheduler([replica], account.rate_limit), asyncio.Semaphore(places)
         started = loop.time()
 
         async def send():
@@ -215,7 +215,7 @@ def test_requests_of_a_lease_wait_for_no_later_lease(places):
                 charge.answered(b"{}")
 
         async def ask(number):
-            async with await pool.lease(Errand("score", (number,), tokens=2)), asyncio.TaskGroup() as group:
+            async with await pool.lease(LeaseRequest("score", (number,), tokens=2)), asyncio.TaskGroup() as group:
                 for _ in range(4):
                     group.create_task(send())
             return loop.time() - started

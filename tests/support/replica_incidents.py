@@ -9,7 +9,7 @@ from ready_order import run_shuffled
 from spot_async.base.tasks import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.services import capabilities
 
@@ -45,11 +45,11 @@ class Server:
         self.ended.set_exception(ProcessDiedError("it was killed"))
 
 
-async def ask(pool, request, *, errand=None):
-    """Send `request(server)` through the pool; return its answer, or the error that it fails with."""
+async def ask(pool, send, *, request=None):
+    """Return the answer of `send(server)` for a server that the pool leases, or the error that it fails with."""
     try:
-        async with await pool.lease(errand or Errand("score", (0,))) as server:
-            return await request(server)
+        async with await pool.lease(request or LeaseRequest("score", (0,))) as server:
+            return await send(server)
     except RequestError as error:
         return error
 

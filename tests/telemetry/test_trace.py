@@ -52,8 +52,8 @@ class TwoServers:
         self._leases = [OneService(service), OneService(service)]
         self._leases[0].replica, self._leases[1].replica = "student", "student-2"
 
-    async def lease(self, errand):
-        return self._leases[errand.priority[0] % 2]
+    async def lease(self, request):
+        return self._leases[request.priority[0] % 2]
 
 
 def spot_run(**sizes):

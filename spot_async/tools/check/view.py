@@ -54,7 +54,7 @@ def show_memory(screen: Console, memory: MachineMemory | None) -> None:
     screen.print(table)
     alike: dict[tuple[str, float, float, bool], list[int]] = {}
     for server in memory.servers:
-        sleeps = server.sleeps or server.in_shifts
+        sleeps = server.sleeps or server.shares_time
         alike.setdefault((server.role, server.gib, server.cache_gib, sleeps), []).append(server.device)
     for (role, gib, cache_gib, sleeps), devices in alike.items():
         asleep = f"; asleep {ASLEEP_GIB:.1f} (CUDA context and graphs)" if sleeps else ""

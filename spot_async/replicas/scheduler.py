@@ -2,7 +2,8 @@
 
 The oldest prompt comes first, over all stages of a role, and nobody overtakes. If a rate limit has no room for the
 first request, those behind it wait too, since large requests would never leave otherwise. Only a request that is
-suspected to end servers (`Errand.is_suspected`), and must wait for a server without another suspect, lets others pass.
+suspected to end servers (`LeaseRequest.is_suspected`), and must wait for a server without another suspect, lets others
+pass.
 
 Nothing is polled. The next request gets its turn when a place comes free, when a replica comes back, or when the timer
 of a rate limit or of a pause runs out.
@@ -30,7 +31,7 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.replicas.concurrency_limit import Decrease
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
@@ -38,7 +39,7 @@ from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import WeightVersion
 
 
-class Dispatcher(Generic[B]):
+class Scheduler(Generic[B]):
     """Grants the leases of one role."""
 
     def __init__(
@@ -55,8 +56,8 @@ class Dispatcher(Generic[B]):
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router()
         # It needs no capacity of its own, since stages send no more requests than their limits allow.
-        self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(
-            self._grant, HeldLease.give_back, lets_pass=lambda errand: errand.is_suspected
+        self._room: WaitingRoom[LeaseRequest, HeldLease[B]] = WaitingRoom(
+            self._grant, HeldLease.give_back, lets_pass=lambda request: request.is_suspected
         )
         self._said: Counter[str] = Counter()  # how many lines there were, by kind
         self._warn = warn
@@ -64,13 +65,13 @@ class Dispatcher(Generic[B]):
     def __len__(self) -> int:
         return len(self._room)
 
-    async def lease(self, errand: Errand) -> HeldLease[B]:
+    async def lease(self, request: LeaseRequest) -> HeldLease[B]:
         """See `ServicePool.lease`."""
-        errand.check()
-        lease = await self._room.enter(errand)
-        if errand.is_convicted:  # a server that had it before may have ended while it waited here
+        request.check()
+        lease = await self._room.enter(request)
+        if request.is_convicted:  # a server that had it before may have ended while it waited here
             lease.give_back()
-            errand.check()
+            request.check()
         return lease
 
     def close(self) -> None:
@@ -90,25 +91,25 @@ class Dispatcher(Generic[B]):
             self._alive = None if on_trial else alive
         return alive
 
-    def _grant(self, errand: Errand) -> HeldLease[B] | None:
+    def _grant(self, request: LeaseRequest) -> HeldLease[B] | None:
         now_s, alive = asyncio.get_running_loop().time(), self._takers()
         serving = [each for each in alive if each.held_until_s <= now_s]
-        if errand.is_suspected:
+        if request.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
-        session = errand.session if len(self._replicas) > 1 else None
-        replica = self._router.choose(session, serving, errand.failed_on)
+        session = request.session if len(self._replicas) > 1 else None
+        replica = self._router.choose(session, serving, request.failed_on)
         if replica is None:
             held_s = [each.held_s(now_s) for each in alive if each.held_until_s > now_s]
             if held_s:
                 self._admit_in(min(held_s))
             return None
         if self._rate_limit is not None:
-            delay_s = self._rate_limit.delay_s(now_s, errand.tokens)
+            delay_s = self._rate_limit.delay_s(now_s, request.tokens)
             if delay_s > 0:
                 self._admit_in(delay_s)
                 return None
-        grant = None if self._rate_limit is None else self._rate_limit.grant(errand.tokens)
-        return HeldLease(replica, errand, now_s, self._released, grant=grant)
+        grant = None if self._rate_limit is None else self._rate_limit.grant(request.tokens)
+        return HeldLease(replica, request, now_s, self._released, grant=grant)
 
     def _admit_in(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -132,25 +133,25 @@ class Dispatcher(Generic[B]):
     def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
         """Note what a request ended with, and let others in. The replica learns of it unless it was taken back."""
         if isinstance(error, RequestError):
-            lease.errand.failed_on |= {lease.replica}
+            lease.request.failed_on |= {lease.replica}
         if not lease.was_revoked:
             self._learn(lease, error)
         if self._rate_limit is not None and lease.grant is not None:
             self._rate_limit.give_back(lease.grant)  # unless the request was sent
-        lease.holder.weigh()
+        lease.owner.update_load()
         self._room.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
-        replica, now_s, errand = lease.holder, asyncio.get_running_loop().time(), lease.errand
+        replica, now_s, request = lease.owner, asyncio.get_running_loop().time(), lease.request
         in_flight = replica.in_flight + 1  # this request included, which has just left
         lowered: Decrease | None = None
         match error:
             case None:
                 replica.answered(now_s)
-                replica.occupancy.answered(errand.kind, errand.work)
-                now = replica.occupancy.at(errand.kind, now_s)
+                replica.occupancy.answered(request.kind, request.work)
+                now = replica.occupancy.at(request.kind, now_s)
                 lowered = replica.limit.succeeded(
-                    errand.kind, sent=lease.sent, now=now, work=errand.work, in_flight=in_flight
+                    request.kind, sent=lease.sent, now=now, work=request.work, in_flight=in_flight
                 )
             case RequestError() if not error.was_sent:
                 pass
@@ -161,9 +162,9 @@ class Dispatcher(Generic[B]):
                 lowered = replica.limit.refused(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():
                 replica.late(lease)
-                now = replica.occupancy.at(errand.kind, now_s)
+                now = replica.occupancy.at(request.kind, now_s)
                 lowered = replica.limit.timed_out(
-                    errand.kind, str(error), sent=lease.sent, now=now, work=errand.work, in_flight=in_flight
+                    request.kind, str(error), sent=lease.sent, now=now, work=request.work, in_flight=in_flight
                 )
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
@@ -172,7 +173,7 @@ class Dispatcher(Generic[B]):
             case RequestError() if _is_of_a_reply(error):
                 replica.answered(now_s)
         if lowered is not None:
-            self._tell(replica.name, errand.stage, lowered)
+            self._tell(replica.name, request.stage, lowered)
 
     def _tell(self, replica: str, stage: str, lowered: Decrease) -> None:
         log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""Pools that answer in shifts: one is awake, the others sleep, and nobody starves. On virtual time."""
+"""Pools that share GPUs in time: one is awake, the others sleep, and nobody starves. On virtual time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from replica_incidents import Server, ask
 from spot_async.base.tasks import alongside, leaves
 from spot_async.errors import PermanentError
 from spot_async.loop.publishing import SleepingServers
-from spot_async.replicas.leasing import Errand
+from spot_async.replicas.gpu_time_sharing import GpuTimeSharing
+from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.shifts import Shifts
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -76,13 +76,15 @@ class Teacher(Server):
         return self.name
 
 
-def in_shifts(scenario, *names: str, make=Teacher, seed: int | None = None):
+def shares_time(scenario, *names: str, make=Teacher, seed: int | None = None):
     """Run `scenario(pools, card)` with a pool for each name."""
 
     async def run():
-        card, shifts = Card(), Shifts()
-        pools = {name: ReplicaPool(name, {name: partial(make, card, name)}, shifts=shifts) for name in names}
-        async with shifts, alongside(shifts.watch, *(pool.watch for pool in pools.values())):
+        card, time_sharing = Card(), GpuTimeSharing()
+        pools = {
+            name: ReplicaPool(name, {name: partial(make, card, name)}, time_sharing=time_sharing) for name in names
+        }
+        async with time_sharing, alongside(time_sharing.watch, *(pool.watch for pool in pools.values())):
             assert not card.awake
             card.events.clear()
             await scenario(pools, card)
@@ -90,8 +92,8 @@ def in_shifts(scenario, *names: str, make=Teacher, seed: int | None = None):
     run_shuffled(run(), seed)
 
 
-def errand(ordinal: int) -> Errand:
-    return Errand("score", (ordinal,))
+def scored(ordinal: int) -> LeaseRequest:
+    return LeaseRequest("score", (ordinal,))
 
 
 @hypothesis.settings(max_examples=40)
@@ -109,7 +111,7 @@ def test_every_request_is_answered_by_a_server_that_is_awake_alone(asked, seed):
             await asyncio.sleep(at_s)
             try:
                 async with asyncio.timeout(7.0 if gives_up else None):
-                    reply = await ask(pools[name], lambda each: each.score(takes_s), errand=errand(ordinal))
+                    reply = await ask(pools[name], lambda each: each.score(takes_s), request=scored(ordinal))
                 answered.append(reply)
             except TimeoutError:
                 answered.append("gave up")
@@ -119,7 +121,7 @@ def test_every_request_is_answered_by_a_server_that_is_awake_alone(asked, seed):
                 group.create_task(one(ordinal, *each))
         assert {await ask(pool, lambda each: each.score()) for pool in pools.values()} == set("abc")
 
-    in_shifts(scenario, *"abc", seed=seed)
+    shares_time(scenario, *"abc", seed=seed)
     assert len(answered) == len(asked)
     kept = Counter(name for name, *_, gives_up in asked if not gives_up)
     assert all(answered.count(name) >= kept[name] for name in kept)
@@ -131,29 +133,29 @@ def test_a_shift_serves_all_that_wait_for_it_and_ends_although_more_requests_com
 
         async def busy(ordinal):  # math always has requests
             while not are_served.is_set():
-                await ask(pools["math"], lambda each: each.score(3.0), errand=errand(ordinal))
+                await ask(pools["math"], lambda each: each.score(3.0), request=scored(ordinal))
 
         async with asyncio.TaskGroup() as group:
             for ordinal in range(100, 108):
                 group.create_task(busy(ordinal))
             await asyncio.sleep(20.0)
-            code = [ask(pools["code"], lambda each: each.score(), errand=errand(ordinal)) for ordinal in range(8)]
+            code = [ask(pools["code"], lambda each: each.score(), request=scored(ordinal)) for ordinal in range(8)]
             assert await asyncio.gather(*code) == ["code"] * 8
             are_served.set()
         assert card.events == ["math", "code", "math"]
 
-    in_shifts(scenario, "math", "code")
+    shares_time(scenario, "math", "code")
 
 
 def test_the_next_shift_is_that_of_the_oldest_prompt_that_waits():
     async def scenario(pools, card):
         async with asyncio.TaskGroup() as group:
             for name, ordinal in (("a", 0), ("b", 7), ("c", 3), ("b", 9), ("c", 8)):
-                group.create_task(ask(pools[name], lambda each: each.score(), errand=errand(ordinal)))
+                group.create_task(ask(pools[name], lambda each: each.score(), request=scored(ordinal)))
                 await asyncio.sleep(0.1)
         assert card.events == ["a", "c", "b"]
 
-    in_shifts(scenario, *"abc")
+    shares_time(scenario, *"abc")
 
 
 def test_none_is_awake_while_the_trainer_trains_and_whoever_is_asked_wakes_afterwards():
@@ -161,11 +163,11 @@ def test_none_is_awake_while_the_trainer_trains_and_whoever_is_asked_wakes_after
         sleeps_while_training = True
 
     async def scenario(pools, card):
-        shifts = pools["math"]._shifts
-        assert shifts.sleeps_while_training
+        time_sharing = pools["math"]._time_sharing
+        assert time_sharing.sleeps_while_training
         for _ in range(3):
             await ask(pools["math"], lambda each: each.score())
-            sleeping = SleepingServers([shifts], timeout_s=60.0)
+            sleeping = SleepingServers([time_sharing], timeout_s=60.0)
             await sleeping.sleep()
             assert not card.awake
             waiting = asyncio.create_task(ask(pools["code"], lambda each: each.score()))
@@ -176,7 +178,7 @@ def test_none_is_awake_while_the_trainer_trains_and_whoever_is_asked_wakes_after
             assert await waiting == "code"
         assert card.events == ["math", "code"] * 3
 
-    in_shifts(scenario, "math", "code", make=Sharing)
+    shares_time(scenario, "math", "code", make=Sharing)
 
 
 def test_servers_are_kept_awake_for_whoever_asks_each_of_them_itself():
@@ -191,7 +193,7 @@ def test_servers_are_kept_awake_for_whoever_asks_each_of_them_itself():
                 group.create_task(look(name))
         assert sorted(card.events) == ["code", "math"]
 
-    in_shifts(scenario, "math", "code")
+    shares_time(scenario, "math", "code")
 
 
 def test_a_server_that_does_not_sleep_ends_the_run_with_what_it_said():
@@ -212,7 +214,7 @@ def test_a_server_that_does_not_sleep_ends_the_run_with_what_it_said():
             return self
 
     with pytest.raises(ExceptionGroup) as stopped:
-        in_shifts(scenario, "math", "code", make=First)
+        shares_time(scenario, "math", "code", make=First)
     assert [str(error) for error in leaves(stopped.value)] == ["not in this mode"]
 
 
@@ -222,7 +224,11 @@ def test_requests_that_fail_or_are_cancelled_on_their_way_end_no_shift_too_early
     async def scenario(pools, card):
         async def one(ordinal):
             task = asyncio.create_task(
-                ask(pools[rng.choice(("math", "code"))], lambda each: each.score(rng.random()), errand=errand(ordinal))
+                ask(
+                    pools[rng.choice(("math", "code"))],
+                    lambda each: each.score(rng.random()),
+                    request=scored(ordinal),
+                )
             )
             await asyncio.sleep(rng.random() * 3)
             if rng.random() < 0.5:
@@ -232,7 +238,7 @@ def test_requests_that_fail_or_are_cancelled_on_their_way_end_no_shift_too_early
         async with asyncio.TaskGroup() as group:
             for ordinal in range(200):
                 group.create_task(one(ordinal))
-        shifts = pools["math"]._shifts
-        assert (shifts._in_flight, shifts._asking) == (0, [])
+        time_sharing = pools["math"]._time_sharing
+        assert (time_sharing._in_flight, time_sharing._asking) == (0, [])
 
-    in_shifts(scenario, "math", "code", seed=5)
+    shares_time(scenario, "math", "code", seed=5)

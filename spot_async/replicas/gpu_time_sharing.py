@@ -1,7 +1,8 @@
-"""Lets pools whose servers share devices answer in shifts: one is awake, and the others sleep.
+"""Shares the time of GPUs among pools of servers: one pool is awake, and the others sleep.
 
-A shift ends once a request waits for another pool and those that were let in have ended. The next is that of the oldest
-prompt that waits. It lets in all that wait for it by then, so nobody starves, and few changes serve many requests.
+A time slice ends once a request waits for another pool and those that were let in have ended. The next is that of the
+oldest prompt that waits. It lets in all that wait for it by then, so nobody starves, and few changes serve many
+requests.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class Asker(NamedTuple):
     role: str
 
 
-class Shifts(Opened):
-    """A `Sleeper` of the pools that answer in shifts. Entering starts one after the other, while those before it sleep.
+class GpuTimeSharing(Opened):
+    """A `Sleeper` of the pools that share GPUs. Entering starts one after the other, while those before it sleep.
 
-    Keep `watch` running: it changes shifts.
+    Keep `watch` running: it begins time slices.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Shifts(Opened):
         asker = Asker(priority, role)
         self._asking.append(asker)
         if role != self._admitted:
-            self._admitted = None  # who comes from now on waits for another shift
+            self._admitted = None  # who comes from now on waits for another time slice
             self._moved.set()
         try:
             await self._room.enter(asker)
@@ -59,7 +60,7 @@ class Shifts(Opened):
         self._moved.set()
 
     async def watch(self) -> None:
-        """Change shifts until this is cancelled. Raises what servers answer that do not sleep or wake."""
+        """Begin time slices until this is cancelled. Raises what servers answer that do not sleep or wake."""
         while True:
             self._moved.clear()
             if self._asking and self._admitted is None and not self._in_flight and not self._is_training:
