@@ -51,7 +51,7 @@ class Question(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True):
-    """What comes back. With a `score` that nobody reads, a verdict's own reward would be learned from."""
+    """What comes back. With a `score` that is not read, a verdict's own reward would be learned from."""
 
     verdict: Verdict | None = None
     reward: float | None = None

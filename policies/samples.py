@@ -76,7 +76,7 @@ def student_sample(
 def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[str, float]:
     """Return each teacher's mean entropy over known positions, and of one that reads text the share of unknown ones.
 
-    Of several teachers, also the mean of `log p_T - log p_S`, `student` being log p_S (T,) or NaN where nobody knows.
+    Of several teachers, also the mean of `log p_T - log p_S`, `student` being log p_S (T,), or NaN if not known.
     """
     metrics = {}
     for name, each in scores.items():

@@ -222,7 +222,7 @@ class PromptStages(Protocol):
 
     @property
     def student(self) -> Capabilities | None:
-        """What the student's server offers. None where nobody asked it: then policies may use everything."""
+        """What the student's server offers. None if it was not asked: a policy may then use everything."""
 
     @property
     def teachers(self) -> Mapping[str, float]:
@@ -341,7 +341,7 @@ class PromptStages(Protocol):
     def written_response(self) -> Generation:
         """Return the problem's response in the data, with the student's end token. No student sampled its tokens.
 
-        It is cut after `sampling.max_response_tokens`. Nobody knows its log-probabilities: they are 0. Raises
+        It is cut after `sampling.max_response_tokens`. Its log-probabilities are not known: they are 0. Raises
         `DataError` where there is none, or one that goes on after an end token.
         """
 

@@ -247,7 +247,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion | None  # None, as stages give it: of a model that does not change
     # (T,) false where nothing is known, because a server that reads text tokenised it differently there. Such rows
-    # hold finite placeholders that nobody may use. None: all rows are known.
+    # hold finite placeholders, which must not be used. None: all rows are known.
     valid: BoolArray | None = None
     # (T,) of all tokens outside the row's top-k together; minus infinity where there are none, or next to none. None:
     # the server does not say. What the top-k's probabilities leave of 1 would be rounding where the model is sure.
@@ -441,7 +441,7 @@ class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: str
     version: WeightVersion
-    files: tuple[WeightFile, ...] = ()  # as they were published; empty: nobody has looked
+    files: tuple[WeightFile, ...] = ()  # as they were published; empty: not looked at
 
 
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -202,7 +202,7 @@ class OpenAIBackend(RemoteBackend):
             weight_update=False,
             token_id_prompts=dialect.token_id_prompts,
             every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
-            abort=False,  # nobody knows whether the server stops work on a request that nobody waits for
+            abort=False,  # it is not known whether the server stops work on an abandoned request
             sampled_token_ids=dialect.sampled_token_ids,
             seeds=False,  # it may honour them or ignore them: the check of a run sees which
             logprob_noise_nats=self._noise_nats,

@@ -240,7 +240,7 @@ def _without_extra(
     """Return the part of text-keyed rows (N, W) that is surely among the K most likely, and which rows lack some.
 
     Tokens with the same text share an entry, so a row with such a text may have fewer than K. A server also adds the
-    token that it read, if that is not among the K. With fewer than K + 1 entries nobody can tell whether it was added.
+    token that it read, if that is not among the K. Fewer than K + 1 entries do not tell whether it was added.
     """
     count = np.isfinite(values).sum(axis=-1)
     shown = values[:, :served_k].copy()

@@ -77,7 +77,7 @@ def sglang_command(
 def cache_tokens(settings: LaunchSettings, model: Path) -> int | None:
     """Return how many tokens the server's cache holds; None where it is to measure that itself.
 
-    Raises `ConfigError` for a size in GiB where nobody knows what a token of the model takes.
+    Raises `ConfigError` for a size in GiB where it is not known what a token of the model takes.
     """
     if settings.cache_gib is None:
         return None

@@ -91,7 +91,7 @@ class SglangRequests:
         deadline: float,
         expected: WeightVersion | None = None,
     ) -> T:
-        """Send one request under its own id, and abort it by that id if nobody waits for it any longer.
+        """Send one request under its own id, and abort it by that id once it is abandoned.
 
         The server would notice the closed connection only after seconds. It aborts all ids with a given prefix, so ids
         have the same length.

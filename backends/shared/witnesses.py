@@ -72,11 +72,11 @@ class Witnesses:
 
     def __init__(self, server: str) -> None:
         self._server = server
-        self._known: dict[str, Witness] | None = None  # by the report's names; None: nobody has looked
+        self._known: dict[str, Witness] | None = None  # by the report's names; None: not looked at
 
     @property
     def are_there(self) -> bool | None:
-        """Whether later updates are checked; None: nobody knows yet."""
+        """Whether later updates are checked; None: not known yet."""
         return None if self._known is None else bool(self._known)
 
     @property

@@ -149,8 +149,8 @@ async def compare_students(
 ) -> Capabilities:
     """Return what the student's servers offer together, once they hold this run's weights.
 
-    They could not be compared before, if nobody knew which weights they held. Raises ConfigError if they differ by more
-    than noise.
+    They could not be compared before, if it was not known which weights they held. Raises ConfigError if they differ
+    by more than noise.
     """
     servers = servers_of("student", student)
     if len(servers) < 2 or not holds_unknown_weights(found):

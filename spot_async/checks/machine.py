@@ -35,7 +35,7 @@ from spot_async.models.weight_files import weight_files
 class Machine:
     """What this machine has."""
 
-    gpus: int | None  # None: nobody knows
+    gpus: int | None  # None: not known
     visible: int | None  # to this command
     torch_has_gpus: bool
     cores: int

@@ -42,7 +42,7 @@ USE_ANOTHER = "use another server or version (vLLM, SGLang and `spot-async serve
 
 @dataclass
 class RowFindings:
-    """What was found of a server's scores. With `faults` nobody should train on them. `notes` are worth a warning."""
+    """What was found of a server's scores. With `faults` they must not be trained on. `notes` are worth a warning."""
 
     masked: float | None = None  # share of response tokens without a row; None if there were none
     order: str | None = None  # `order_words`; None if that cannot be seen

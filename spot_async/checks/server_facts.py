@@ -15,7 +15,7 @@ from spot_async.checks.score_rows import RowFindings
 from spot_async.types import BehindUrl, Capabilities, LogprobTemperature
 
 T = TypeVar("T")
-Answer: TypeAlias = T | UnsetType | None  # UNSET: it was not asked for; None: asked for, and nobody could tell
+Answer: TypeAlias = T | UnsetType | None  # UNSET: it was not asked for; None: asked for, and not found out
 
 AS_SAID = (  # of `Capabilities`, by the same names in JSON
     *("server", "model", "vocab_size", "vocab_fingerprint", "exact_entropy", "candidate_logprobs", "token_id_prompts"),

@@ -376,6 +376,6 @@ class Orchestrator:
 
 
 def _updates_in_flight(stages: Stages) -> bool:
-    """Whether the student's servers load weights while requests are under way. Servers that nobody asked do not."""
+    """Whether the student's servers load weights while requests are under way. Servers that were not asked do not."""
     student = stages.services.capabilities.get("student")
     return student is not None and student.in_flight_updates

@@ -2,7 +2,7 @@
 teachers that follow the student have from then on to theirs.
 
 One update is under way at a time. Weights that are newer than those that wait take their place, unless an evaluation of
-those is due. So a slow update never makes a queue of weights that nobody wants any more.
+those is due. So a slow update never makes a queue of weights that are no longer wanted.
 """
 
 from __future__ import annotations

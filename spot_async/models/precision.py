@@ -64,7 +64,7 @@ BITS16 = Precision("16 bits", largest_nats=0.5, mean_nats=0.1, share=0.95)
 def precision(*dtypes: str | None) -> Precision:
     """Return the precision of a comparison between computations of these types.
 
-    A type that nobody states is taken for one of 16 bits, since its limits hold for both.
+    A type that is not stated is taken for one of 16 bits, since its limits hold for both.
     """
     return FLOAT32 if all(dtype in ("float32", "float") for dtype in dtypes) else BITS16
 

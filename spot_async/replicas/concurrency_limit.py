@@ -28,7 +28,7 @@ Two rules are TCP's:
 
 * The limit falls at most once per round trip, since requests sent before the last decrease say nothing of the load
   after it.
-* It falls from what was in flight, since a limit that nobody reached says nothing. For a refusal that is what was in
+* It falls from what was in flight, since a limit that was not reached says nothing. For a refusal that is what was in
   flight then. For a time-out and for latency it is the most in flight over the last windows: the number at the quiet
   end of a burst would be too low for the next one.
 

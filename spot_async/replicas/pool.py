@@ -252,7 +252,7 @@ class ReplicaPool(Opened, Generic[B]):
         await self._wake(self._asleep, lambda backend: backend.wake_weights(deadline=deadline))
 
     async def wake(self, *, deadline: float) -> None:
-        """Wake all servers. One that does not wake is brought back as if it had failed. Raises when all refuse to."""
+        """Wake all servers. Raises if all refuse. One that does not wake is brought back as if it had failed."""
         asleep, self._asleep = self._asleep, []
         await self._wake(asleep, lambda backend: backend.wake(deadline=deadline))
 

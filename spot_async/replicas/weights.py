@@ -70,7 +70,7 @@ class Weights(Generic[B]):
         except asyncio.CancelledError:
             for replica in serving:
                 if replica.life.state is State.UPDATING:
-                    replica.life.version = None  # nobody knows which ones it holds, but it can be sent others
+                    replica.life.version = None  # it is not known which ones it holds, but it can be sent others
                     replica.life.move(State.SERVING, _now_s())
             raise
         refused = [

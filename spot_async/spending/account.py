@@ -100,7 +100,7 @@ class Account:
 
     @property
     def in_flight(self) -> dict[str, Spending]:
-        """What is under way to each server: nobody would know what it took if this process died now."""
+        """What is under way to each server: what it took would not be known if this process died now."""
         found = {server: Spending() for server in self.spending}
         for server, at_most, money in self._in_flight.values():
             worst = Spending(requests=1, unknown=1, unknown_tokens=at_most.tokens, unknown_money=money)

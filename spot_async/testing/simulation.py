@@ -267,7 +267,7 @@ def simulated_run(policy: Policy, **changes: Any) -> SimulatedRun:
 class ScriptedStages:
     """`protocols.PromptStages` that give the same response and scores each time, and note what they were asked."""
 
-    student: Capabilities | None = None  # None: nobody said what servers offer, so a policy asks for exact values
+    student: Capabilities | None = None  # None: it is not known what servers offer, so a policy asks for exact values
     teacher: Capabilities | None = None
 
     def __init__(

@@ -220,7 +220,7 @@ def _held(parameter: nn.Parameter) -> Any:
 
 
 def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """Return a rank's part as what `parameter` is: the part of a sharded tensor, or a whole one."""
+    """Return `part` as a tensor like `parameter`: this rank's shard of a sharded tensor, or else the whole one."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(

@@ -176,7 +176,7 @@ class Meters:
 
     def __init__(self, training: TrainingConfig, model_directory: Path, device: torch.device) -> None:
         self._training = training
-        self._size = read_size(model_directory)  # None: nobody has counted the arithmetic of this architecture
+        self._size = read_size(model_directory)  # None: the arithmetic of this architecture is not known
         self._device = device
         is_known = device.type == "cuda" and training.dtype == "bfloat16"
         self._sheet = gpu_named(torch.cuda.get_device_name(device)) if is_known else None

@@ -142,12 +142,12 @@ def instance_refusal(ranks: int) -> str:
 
 
 def torch_has_gpus() -> bool:
-    """Return whether torch was built for CUDA or ROCm. Where nobody knows, the process that needs it finds out."""
+    """Return whether torch was built for CUDA or ROCm. Where that is not known, the process that needs it finds out."""
     return _of_torch()[1] != WITHOUT_GPUS
 
 
 def _of_torch() -> tuple[str, str | None]:
-    """Return torch's version, and what it was built for, such as `CUDA 13.0`; None if nobody knows."""
+    """Return torch's version, and what it was built for, such as `CUDA 13.0`; None if it is not known."""
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
     if path is None or not path.is_file():
@@ -195,7 +195,7 @@ class GpuSoftware:
 
     @property
     def oldest_driver(self) -> int | None:
-        """The major version of the oldest driver that torch's CUDA runs on; None if nobody knows."""
+        """The major version of the oldest driver that torch's CUDA runs on; None if it is not known."""
         found = re.match(r"CUDA (\d+)", self.platform or "")
         return OLDEST_DRIVERS.get(int(found.group(1))) if found else None
 

@@ -3,7 +3,7 @@
 uvicorn bounds none of this. Whoever has not sent the whole of a request, or does not take an answer, waits in a `Room`
 as at the nodes' gate: `patience_s` at most for a head, and between two parts of a body.
 
-A body that nobody wants is dropped before its connection is closed. The system would else meet what still comes with a
+A body that is not wanted is dropped before its connection is closed. The system would else meet what still comes with a
 reset, and a client that sends first and reads afterwards would not see why it was refused.
 """
 

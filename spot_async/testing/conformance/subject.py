@@ -45,7 +45,7 @@ class Subject:
     capabilities: Capabilities
     files: ModelFiles
     reference: Reference  # computes with the weights being served
-    version: WeightVersion | None  # the weights being served; None if nobody can know
+    version: WeightVersion | None  # the weights being served; None if that cannot be known
     scratch: Path  # the directory for weights to update to
     tolerance_nats: float = 2e-5
     timeout_s: float = 120.0  # deadline of a request

@@ -44,7 +44,7 @@ class JudgedSet:
     key: str  # its configuration key, for messages; empty without a configuration
     name: str  # its configuration key, or its path
     problems: Sequence[Problem]
-    verifier: PluginSettings | None  # None if nobody judges its answers
+    verifier: PluginSettings | None  # None if its answers are not judged
 
 
 def held_out_file(path: str) -> JudgedSet:
@@ -80,7 +80,7 @@ class GoldCheck:
 
 
 async def check_sets(sets: Sequence[JudgedSet]) -> list[tuple[JudgedSet, GoldCheck]]:
-    """Verify every answer of each set against itself, where somebody compares them. Raises what starts no verifier."""
+    """Verify every answer of each set against itself, where a verifier compares. Raises what starts no verifier."""
     opened: dict[str, Verifier] = {}  # by settings: equal ones share their workers, which start once
     found = []
     try:

@@ -83,7 +83,7 @@ def _cell(said: Mapping[str, str]) -> str:
 
 
 def _words(answer: Answer[T], form: Callable[[T], str] = str, absent: str = "unknown") -> str:
-    """Say a fact in words: `absent` where nobody asked for it, `unknown` where nobody could tell."""
+    """Say a fact in words: `absent` if it was not asked for, `unknown` if the answer did not tell."""
     if answer is UNSET:
         return absent
     return "unknown" if answer is None else form(answer)
