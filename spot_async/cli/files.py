@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.ending import downloaded, screen
+from spot_async.cli.ending import screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError
 
@@ -93,15 +93,12 @@ def simulate(
     """Say how long an iteration of CONFIG would take with max_staleness 0, 1 and 2, and what binds it then.
 
     The run's own program is run on virtual time, over servers and a trainer that work at the rates of a run, of `tune`,
-    or at those that you state; where nobody knows, at those of the data sheet of `cluster.gpu`. Nothing is started.
+    or at those that you state. Nothing is started.
     """
     from spot_async.tools.simulate import command
 
     options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, json)
-    settings = load_config(config, overrides or ())
-    if command.asks_data_sheet(config, settings, options):
-        settings = downloaded(settings, weights=())
-    command.run(screen, config, settings, options)
+    command.run(screen, config, load_config(config, overrides or ()), options)
 
 
 def push(

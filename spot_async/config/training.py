@@ -258,9 +258,6 @@ class ClusterConfig(Section):
         description="memory of each GPU, which `launch.memory_fraction` is a share of; default: as nvidia-smi says, "
         "else 80",
     )
-    gpu: Literal["a800", "h100", "h200", "b200"] = Field(
-        "a800", description="the kind of GPU whose data sheet `simulate` takes where nothing is measured; A100: a800"
-    )
     kind: Literal["ray"] | None = Field(
         None,
         description="`ray`: Ray chooses the machines of servers with `launch.resources`, and of the trainer's other "

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spot_async.base.processes.gpus import gpu_named
+from spot_async.base.processes.gpus import operations_per_s
 from spot_async.config import TrainingConfig
 from spot_async.models.model_size import read_size, training_operations
 from spot_async.trainer.batching import MicroBatch, input_length
@@ -179,14 +179,14 @@ class Meters:
         self._size = read_size(model_directory)  # None: the arithmetic of this architecture is not known
         self._device = device
         is_known = device.type == "cuda" and training.dtype == "bfloat16"
-        self._sheet = gpu_named(torch.cuda.get_device_name(device)) if is_known else None
+        self._peak = operations_per_s(torch.cuda.get_device_name(device)) if is_known else None
 
     def read(self, updates: Sequence[UpdateShare], strategy: Strategy, train_s: float) -> dict[str, float]:
         """Return the metrics `perf/...` of an iteration over all ranks, without what is not known of each of them.
 
         `updates` are this rank's shares. Peaks of memory begin anew.
         """
-        peak = self._sheet.operations_per_s if self._sheet else math.nan
+        peak = math.nan if self._peak is None else self._peak
         work = torch.tensor([*self._work(updates), peak], dtype=torch.float64, device=self._device)
         tokens, operations, peaks = strategy.sum(work).tolist()
         found = {}

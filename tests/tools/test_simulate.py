@@ -23,7 +23,6 @@ from spot_async.config import Config
 from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
-from spot_async.models.model_size import size_of, training_operations
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.run_directory.reading import RunFiles
@@ -401,12 +400,8 @@ def test_tune_leaves_the_staleness_alone_where_trainer_and_servers_share_cores(t
 
 
 def test_the_command_prints_json(tmp_path):
-    config, rates = tmp_path / "c.yaml", tmp_path / "rates.yaml"
-    config.write_text(yaml.safe_dump(configuration().model_dump(mode="json")))
-    rates.write_text(yaml.safe_dump(RATES))
-    command = ["simulate", str(config), "--rates", str(rates), "--rate", "teacher.replicas=3", "--max-staleness", "1",
-               "--iterations", "2", "--json"]  # fmt: skip
-    done = CliRunner().invoke(app, command)
+    stated = ["--rate", "teacher.replicas=3", "--max-staleness", "1", "--iterations", "2", "--json"]
+    done = CliRunner().invoke(app, [*files(tmp_path, configuration()), *stated])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["rates"]["teacher"]["replicas"] == 3
@@ -420,56 +415,17 @@ def test_a_student_that_sleeps_is_simulated_as_it_can_be_trained(tmp_path: Path)
     assert [each.max_staleness for each in outcomes(config, tmp_path)] == [0]
 
 
-QWEN3_06B = {
-    "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+def files(tmp_path: Path, config: Config) -> list[str]:
+    """Write a configuration and rates, and return the arguments of a short simulation of them."""
+    config_file, rates = tmp_path / "c.yaml", tmp_path / "rates.yaml"
+    config_file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    rates.write_text(yaml.safe_dump(RATES))
+    return ["simulate", str(config_file), "--rates", str(rates), "--max-staleness", "0", "--iterations", "1"]
 
 
-def planned(tmp_path: Path, **changes: Any) -> Config:
-    """Return the configuration of a run on two GPUs that nobody has measured."""
-    for name in ("student", "teacher"):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(QWEN3_06B))
-    models = {
-        role: {
-            "model": str(tmp_path / role),
-            "backend": {"kind": "vllm", "launch": {"devices": device, "python": "python"}},
-        }
-        for role, device in (("student", "0"), ("teacher", "1"))
-    }
-    sampling = {"max_prompt_tokens": 1000, "max_response_tokens": 2000}
-    training = {**TRAINING, "device": "cuda"}
-    return configuration(**models, sampling=sampling, cluster={"gpu": "h100"}, training=training, **changes)
-
-
-def test_what_nobody_has_measured_is_taken_from_a_data_sheet_and_marked(tmp_path):
-    config = planned(tmp_path)
-    rates, lengths, (told,) = gathered(tmp_path / "run.yaml", config, SimulateOptions())
-    assert told.startswith(
-        "of a data sheet and not measured: lengths, student, teacher, trainer (cluster.gpu=h100, 989"
-    )
-    # A step of 64 reads 596,049,920 parameters, and 64 times 1,000 tokens of context with 114,688 bytes each.
-    step_s = (2 * 596_049_920 + 64 * 1_000 * 114_688) / (0.5 * 3.35e12)
-    assert rates.student.levels is not None
-    assert rates.student.levels[64] == pytest.approx(64 / step_s)
-    assert rates.teacher.tokens_per_s == pytest.approx(0.4 * 989e12 / (2 * 596_049_920))
-    operations = training_operations(size_of(QWEN3_06B), [1500], 1000)  # type: ignore[arg-type]
-    assert rates.trainer.tokens_per_s == pytest.approx(1000 * 0.3 * 989e12 / operations)
-    assert (lengths.prompt(0), rates.lengths.median) == (500, 1000)
-    stated = SimulateOptions(stated=["student.tokens_per_s=5000", "student.tokens_per_s_each=50"])
-    rates, _, (told,) = gathered(tmp_path / "run.yaml", config, stated)
-    assert "measured: lengths, teacher, trainer (" in told
-    assert rates.student.levels is None
-
-
-def test_a_run_that_was_never_made_is_simulated_by_its_data_sheet_alone(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(planned(tmp_path).model_dump(mode="json")))
-    done = CliRunner().invoke(app, ["simulate", str(path), "--max-staleness", "0", "--iterations", "1"])
+def test_people_are_told_how_long_the_whole_run_takes_and_how_far_one_orchestrator_goes(tmp_path):
+    done = CliRunner().invoke(app, files(tmp_path, configuration()))
     assert done.exit_code == 0, done.output
-    assert "of a data sheet and not measured: lengths, student, teacher, trainer" in done.output
     assert "training.iterations=4 take about" in done.output
     assert re.search(r"one orchestrator, .*, leads about [\d,]+ times as many such servers", done.output)
 
@@ -478,17 +434,11 @@ def test_a_run_that_was_never_made_is_simulated_by_its_data_sheet_alone(tmp_path
 def test_a_run_by_another_rule_that_skips_answers_is_simulated(tmp_path, monkeypatch, selection):
     (tmp_path / "mine.py").write_text("def by(predictors):\n    return predictors['gap']\n")
     monkeypatch.syspath_prepend(tmp_path)
-    tree = planned(tmp_path).model_dump(mode="json")
-    tree["policy"] = {"kind": "spot", "selection": selection, "skip_answer": True}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "c.yaml"), "--max-staleness", "0", "--iterations", "1"])
+    config = configuration({"kind": "spot", "selection": selection, "skip_answer": True})
+    done = CliRunner().invoke(app, files(tmp_path, config))
     assert done.exit_code == 0, done.output
 
 
-def test_no_data_sheet_speaks_of_servers_elsewhere_or_of_models_that_are_not_here(tmp_path):
+def test_without_any_source_of_rates_one_line_says_what_to_give(tmp_path):
     with pytest.raises(ConfigError, match="not known: give --from RUN"):
         gathered(tmp_path / "run.yaml", configuration(), SimulateOptions())
-    config = planned(tmp_path)
-    (tmp_path / "teacher" / "config.json").unlink()
-    with pytest.raises(ConfigError, match="not known: give --from RUN"):
-        gathered(tmp_path / "run.yaml", config, SimulateOptions())

@@ -23,35 +23,20 @@ FIELDS = "index,uuid,memory.total,memory.free,mig.mode.current"
 QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA (its release notes)
-
-
-class Gpu(NamedTuple):
-    """What a GPU's data sheet says."""
-
-    operations_per_s: float  # dense, in bfloat16
-    bytes_per_s: float  # of its memory
-
-
-# NVIDIA's data sheets, of the SXM cards. An A800 computes as an A100 does. Keys are those of `cluster.gpu`.
-GPUS = {
-    "a800": Gpu(312e12, 2.0e12),
-    "h100": Gpu(989e12, 3.35e12),
-    "h200": Gpu(989e12, 4.8e12),
-    "b200": Gpu(2250e12, 8.0e12),
-}
-# What drivers call cards with these rates. An H100 for PCIe computes less, and so does a part of a card (MIG).
-_NAMES = {
-    "a800": r"A[18]00(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)",
-    "h100": r"H100 80GB HBM3|H800",
-    "h200": r"H200",
-    "b200": r"B200",
+# Dense operations a second in bfloat16, by what drivers call the cards (NVIDIA's data sheets). An A800 computes as an
+# A100 does. An H100 for PCIe computes less, and so does a part of a card (MIG).
+OPERATIONS_PER_S = {
+    r"A[18]00(-SXM4-[48]0GB|-PCIE-40GB| 80GB PCIe)": 312e12,
+    r"H100 80GB HBM3|H800": 989e12,
+    r"H200": 989e12,
+    r"B200": 2250e12,
 }
 
 
-def gpu_named(name: str) -> Gpu | None:
-    """Return the data sheet of a device by its driver's name for it; None if it is not known."""
-    found = (kind for kind, names in _NAMES.items() if re.fullmatch(rf"(NVIDIA )?({names})", name))
-    return next((GPUS[kind] for kind in found), None)
+def operations_per_s(name: str) -> float | None:
+    """Return what a device of this name computes, by its data sheet; None if it is not known."""
+    found = (rate for names, rate in OPERATIONS_PER_S.items() if re.fullmatch(rf"(NVIDIA )?({names})", name))
+    return next(found, None)
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int | None:

@@ -13,8 +13,6 @@ from rich.text import Text
 from spot_async.base.files import as_json
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import rough_time
-from spot_async.checks.device_shares import starting_order
-from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import SpotError
@@ -25,8 +23,6 @@ from spot_async.tools.simulate.rates import (
     Tree,
     cluster_rates,
     configured_slots,
-    data_sheet_rates,
-    data_sheet_words,
 )
 from spot_async.tools.simulate.reading import Recorded, read_run, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
@@ -91,13 +87,6 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
             screen.print(Text(line), soft_wrap=True)
 
 
-def asks_data_sheet(source: Path, config: Config, options: SimulateOptions) -> bool:
-    """Whether only a data sheet can say how fast the servers are, for which the shapes of the models are needed."""
-    if options.run or options.tuning or options.rates or options.stated or tune_beside(source):
-        return False
-    return bool(starting_order(served_models(config, make_policy(config).needs)))
-
-
 def duration_lines(config: Config, outcomes: Sequence[Outcome]) -> list[str]:
     """Return how long the whole run would take; nothing where its iterations follow from its problems."""
     count = config.training.iterations
@@ -110,7 +99,7 @@ def duration_lines(config: Config, outcomes: Sequence[Outcome]) -> list[str]:
 def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
     """Return rates and lengths from all sources, and lines that name these.
 
-    What is stated wins, then the run's own, then what `tune` measured. A data sheet says what nobody else does.
+    What is stated wins, then the run's own, then what `tune` measured.
     """
     needs = make_policy(config).needs
     sources = [configured_slots(config, needs)]
@@ -130,13 +119,6 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
         apply_override(stated, each)
     sources.append(stated)
     knows_lengths = recorded.lengths is not None and "lengths" not in stated
-    known = {
-        name for source in sources for name, own in source.items() if isinstance(own, dict) and set(own) - {"slots"}
-    }
-    sheet = data_sheet_rates(config, needs, known | ({"lengths"} if knows_lengths else set()))
-    if sheet:
-        sources.insert(0, sheet)
-        told.append(data_sheet_words(config, sheet))
     rates = cluster_rates(sources, config, needs, knows_lengths=knows_lengths)
     if recorded.lengths is not None and knows_lengths:
         return rates, recorded.lengths, told
