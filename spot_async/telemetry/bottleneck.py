@@ -5,8 +5,7 @@ most prompts at, which server does that stage keep busy, and was the stage's lim
 would be enough is not answered here: `spot-async tune` measures that. Nor is how long an iteration would take with
 staleness: `spot-async simulate` does that.
 
-The report uses this for whole runs, the console for the last minute. The console's line ends with the first remedy of
-the report's list, in the same words.
+The report uses this for whole runs, the console for the last minute, in the same words.
 
 In an asynchronous run a "weight update" of the trainer's is a wait until publishing is no further behind than it may
 be. What publishing does meanwhile says why.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from spot_async.base.text import rough_time
 from spot_async.config import teacher_name
@@ -119,13 +117,18 @@ class RunTimes:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What holds a run up: a sentence, advice (the best first), and both in short for a line on the console."""
+    """What holds a run up: a sentence, and advice, the best first."""
 
     sentence: str
     advice: tuple[str, ...] = ()
-    brief: str = ""
     staleness: str = ""  # where a strict run finds what it would bring; the last of the advice too
     is_of_failures: bool = False  # servers that fail, are down or refuse: no figure says what a healthy run would do
+
+    @property
+    def brief(self) -> str:
+        """The line for the console: why, and what to change first. Empty where nothing is known."""
+        said = [each for each in self.advice if each != self.staleness][:2]
+        return "; ".join([self.sentence.removesuffix("."), *said]) if said else ""
 
 
 def judge(times: RunTimes) -> Bottleneck:
@@ -157,8 +160,6 @@ def _judge(times: RunTimes) -> Bottleneck:
                 "more trainer processes or threads: training.ranks, training.threads",
                 "fuller forward passes: raise training.micro_batch_tokens as far as memory allows",
             ),
-            f"trainer bound: it trains {percent(train)} of the time; raise training.ranks or "
-            "training.micro_batch_tokens",
         )
     if update >= UPDATE_BOUND and update >= wait / 2 and any(times.publish_s.get(phase) for phase in PUBLISHES):
         return _judge_publishing(times.publish_s, update)
@@ -166,8 +167,6 @@ def _judge(times: RunTimes) -> Bottleneck:
         return Bottleneck(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
             ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
-            f"weight-update bound: it takes {percent(update)} of the time; use a faster disk (run.directory) or raise "
-            "training.batch_size",
         )
     return _judge_wait(times, wait)
 
@@ -185,7 +184,6 @@ def _judge_publishing(publish_s: Mapping[Phase, float], share: float) -> Bottlen
             remedy,
             "a higher max_staleness: the trainer continues, and weights that are replaced meanwhile are never sent",
         ),
-        f"publishing bound: trainer idle {percent(share)} until its weights are served, mostly for {what}; {remedy}",
     )
 
 
@@ -195,7 +193,6 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
         return Bottleneck(
             f"Policy bound: the trainer waited {percent(share)} of the time, and no stage had anything to do.",
             ("prompts wait for something that is no request: the policy's own code, or a limit of admission (queue)",),
-            f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
         )
     of = {stage: server for stage in times.waited_for_s if (server := stage_server(stage)) is not None}
     known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in of and seconds > 0}
@@ -227,13 +224,8 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     # The first stage's server, which need not be the one that all stages together waited for most.
     of_first = _server_advice(of[stages[0]], known)
     trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
-    advice = dict.fromkeys([*trouble, *_harmless_failures(stages[0], times), *finding.lines, *general])
-    return Bottleneck(
-        sentence,
-        tuple(advice),
-        f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}",
-        is_of_failures=bool(trouble),
-    )
+    advice = dict.fromkeys([*trouble, *_harmless_failures(stages[0], times), *finding, *general])
+    return Bottleneck(sentence, tuple(advice), is_of_failures=bool(trouble))
 
 
 def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
@@ -245,7 +237,6 @@ def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
     return Bottleneck(
         f"{words}: retries hold the run up. The trainer waited {percent(share)} of the time.",
         (*_trouble(stage, times), mend, *([lost] if DeadlineExceededError.in_short in use.failures else [])),
-        f"{words}: retries hold the run up, trainer idle {percent(share)}; {mend}",
         is_of_failures=True,
     )
 
@@ -282,74 +273,38 @@ def _harmless_failures(stage: str, times: RunTimes) -> tuple[str, ...]:
     )
 
 
-class _Finding(NamedTuple):
-    """What a stage's own use says, and what helps against that, best first."""
+def _finding(stage: str, times: RunTimes, of_server: str) -> tuple[str, ...]:
+    """Return what a stage's own use says, and what helps against that, best first; nothing where that is not known.
 
-    why: str = ""
-    in_short: str = ""
-    remedies: tuple[str, ...] = ()
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        return (self.why, *self.remedies) if self.why else ()
-
-
-def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], finding: _Finding) -> str:
-    """Return a wait in brief: how idle the trainer was, the stage's queue, and the first thing to change."""
-    idle = f"trainer idle {percent(share)}"
-    use = times.stages.get(stage)
-    if use is None:
-        return f"{idle}, mostly for {stage}"
-    load = f"{stage} queue {use.queued:.0f} deep, {use.in_flight:.0f} of {use.limit} in flight, {idle}"
-    return f"{load}; {trouble[0] if trouble else f'{finding.in_short}: {finding.remedies[0]}'}"
-
-
-def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
-    """Return what a stage's use says. `of_server` is the advice that makes its server faster."""
+    `of_server` is the advice that makes its server faster.
+    """
     use, server = times.stages.get(stage), stage_server(stage)
     if use is None:
-        return _Finding()
+        return ()
     faster: tuple[str, ...] = (of_server,)
     if server in times.roles_with_room:
         faster = (f"more {server} replicas, for which there is room ({server}.backend)", of_server)
+    load = (
+        f"{use.in_flight:.{int(use.in_flight < 10)}f} of {use.limit} {stage} requests in flight, {use.queued:.0f} "
+        f"queued, {times.of_requests}"
+    )
     if use.has_full_slots:
         assert use.slots is not None
-        return _Finding(
-            f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
-            f"({use.in_flight:.0f} {stage} requests in flight {times.of_requests}): "
-            "a higher limit would only make them wait there",
-            f"the {server}'s {use.slots} slots are full",
-            faster,
-        )
+        full = f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} ({load})"
+        return (f"{full}: a higher limit would only make them wait there", *faster)
     if use.has_full_limit:
-        full = (
-            f"{_fullness(use.in_flight, use.limit)} "
-            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, {times.of_requests})"
-        )
+        full = f"{_fullness(use.in_flight, use.limit)} ({load})"
         if use.is_limit_of_servers:
-            return _Finding(
-                f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}",
-                f"the {server}'s servers take no more",
-                faster,
-            )
-        return _Finding(
-            f"the limit of {use.limit} requests was {full}",
-            "its limit is full",
-            (f"raise stages.{stage_kind(stage)}.concurrency as far as spot-async tune says", *faster),
-        )
+            shown = f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}"
+            return (shown, *faster)
+        raised = f"raise stages.{stage_kind(stage)}.concurrency as far as spot-async tune says"
+        return (f"the limit of {use.limit} requests was {full}", raised, *faster)
     if use.has_stragglers(times.batch_size):
-        return _Finding(
-            f"only {use.in_flight:.1f} {stage} requests were in flight {times.of_requests}: "
-            "a few long ones hold each batch up",
-            "a few long ones hold each batch up",
-            ("a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",),
+        return (
+            f"a few long ones hold each batch up ({load})",
+            "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
         )
-    return _Finding(
-        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight {times.of_requests}): "
-        "the server itself works at full speed",
-        "the server itself works at full speed",
-        faster,
-    )
+    return (f"the limit was not the reason ({load}): the server itself works at full speed", *faster)
 
 
 def _fullness(in_flight: float, limit: int) -> str:

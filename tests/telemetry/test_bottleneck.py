@@ -81,25 +81,27 @@ FULL_PROBES = StageUse(100.0, 31.0, 100)
 @pytest.mark.parametrize(
     ("times", "brief"),
     [
-        (RunTimes(4.0, 6.0, 0.1), "trainer bound: it trains 59 % of the time; raise training.ranks"),
-        (RunTimes(3.0, 3.0, 4.0), "weight-update bound: it takes 40 % of the time"),
+        (RunTimes(4.0, 6.0, 0.1), "Trainer bound: optimisation took 59 % of the time; servers stood idle"),
+        (RunTimes(3.0, 3.0, 4.0), "Weight-update bound: sending weights to the student's servers took 40 %"),
         (
             RunTimes(6.2, 3.8, 0.0, {"score": 6.2}, {"score": StageUse(8.0, 31.0, 8)}, 64),
-            "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 62 %; "
-            "its limit is full: raise stages.score.concurrency as far as spot-async tune says",
+            "Teacher bound: the trainer waited 62 % of the time, 100 % of that for score; "
+            "the limit of 8 requests was full (8.0 of 8 score requests in flight, 31 queued, while the trainer waited "
+            "for them); raise stages.score.concurrency as far as spot-async tune says",
         ),
         (
             RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": FULL_PROBES}, 64),
             "raise stages.probe.concurrency as far as spot-async tune says",
         ),
-        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "64 slots are full"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 0.0, 100, 64)}, 64), "64 slots were full"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(3.0, 0.0, 100)}, 64), "a few long ones"),
         (
             RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(40.0, 0.0, 100)}, 64),
             "the server itself works at full speed",
         ),
-        (RunTimes(9.0, 1.0, 0.0, PROBE), "student bound: trainer idle 90 %, mostly for probe"),
+        (RunTimes(9.0, 1.0, 0.0, PROBE), "Student bound: the trainer waited 90 % of the time, 90 % of that for probe"),
         (RunTimes(0.0, 0.0, 0.0), ""),
+        (RunTimes(9.0, 1.0, 0.0, may_be_asynchronous=True), ""),
     ],
 )
 def test_the_same_verdict_fits_on_a_line(times, brief):
@@ -113,9 +115,10 @@ def test_the_same_verdict_fits_on_a_line(times, brief):
      StageUse(196.0, 33.0, 196, is_limit_of_servers=True)],
 )  # fmt: skip
 @pytest.mark.parametrize("room", [(), ("student",)])
-def test_the_line_ends_with_the_first_remedy_of_the_list(use, room):
+def test_the_line_ends_with_the_first_remedy_of_the_list_and_has_the_stages_load(use, room):
     verdict = judge(RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": use}, 64, roles_with_room=room))
-    assert verdict.brief.endswith(f": {verdict.advice[1]}")
+    assert verdict.brief.endswith(f"; {verdict.advice[1]}")
+    assert re.search(rf"{use.in_flight:.0f}(\.0)? of {use.limit} probe .* {use.queued:.0f} queued", verdict.brief)
 
 
 def test_what_is_said_of_a_stage_ends_with_a_remedy_for_its_own_server():
@@ -123,9 +126,10 @@ def test_what_is_said_of_a_stage_ends_with_a_remedy_for_its_own_server():
     waited_for_s = {"rollout": 26.0, "probe": 20.0, "score": 40.0}
     stages = {stage: StageUse(in_flight=10.0, queued=0.0, limit=64) for stage in waited_for_s}
     verdict = judge(RunTimes(90.0, 5.0, 1.0, waited_for_s, stages))
-    assert verdict.brief.startswith("student and teacher bound: score queue")
-    assert "the server itself works at full speed: a faster teacher server" in verdict.brief
-    assert verdict.brief.endswith(f": {verdict.advice[1]}")
+    assert verdict.brief.startswith("Student and teacher bound: the trainer waited 94 % of the time, 47 % of that for")
+    assert "10 of 64 score requests in flight" in verdict.brief
+    assert "the server itself works at full speed; a faster teacher server" in verdict.brief
+    assert verdict.brief.endswith(f"; {verdict.advice[1]}")
 
 
 def test_replicas_are_advised_only_where_there_is_room_for_them():
@@ -204,7 +208,7 @@ def test_staleness_is_not_spoken_of_where_it_cannot_be_had():
 )
 def test_a_trainer_that_is_too_far_ahead_waits_for_what_publishing_does(publish_s, words):
     verdict = judge(RunTimes(1.0, 3.0, 4.0, publish_s={"wait for weights": 1.0, **publish_s}))
-    assert verdict.brief.startswith("publishing bound: trainer idle 50 % until its weights are served, mostly for ")
+    assert verdict.brief.startswith("Publishing bound: the trainer waited 50 % of the time until its weights were s")
     assert words in verdict.brief
     assert "max_staleness" in verdict.advice[-1]
 
@@ -236,7 +240,7 @@ def test_every_key_that_is_advised_is_a_key_of_the_configuration():
         stages = {stage: use} if use is not None else {}
         servers = {STAGE_SERVERS[stage]: ServerUse(2, 1, 4)}
         verdicts.append(judge(RunTimes(9.0, 1.0, 0.0, {stage: 9.0}, stages, 64, servers)))
-    words = " ".join(" ".join([verdict.sentence, verdict.brief, *verdict.advice]) for verdict in verdicts)
+    words = " ".join(" ".join([verdict.sentence, *verdict.advice]) for verdict in verdicts)
     keys = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", words))
     assert {"stages.score.concurrency", "teacher.backend.url", "verifier.workers"} <= keys
     assert {key for key in keys if not key_exists([Config], key)} == set()
@@ -309,8 +313,9 @@ def test_the_last_minute_is_judged_although_no_request_of_it_has_ended():
     run = Run(concurrency=8, latency_s=300.0)
     live(run, verdicts, lambda: asyncio.sleep(61.0))
     assert verdicts == [
-        "teacher bound: score queue 31 deep, 8 of 8 in flight, trainer idle 100 %; "
-        "its limit is full: raise stages.score.concurrency as far as spot-async tune says"
+        "Teacher bound: the trainer waited 100 % of the time, 100 % of that for score; the limit of 8 requests was "
+        "full (8.0 of 8 score requests in flight, 31 queued, while the trainer waited for them); raise "
+        "stages.score.concurrency as far as spot-async tune says"
     ]
 
 
@@ -324,7 +329,7 @@ def test_each_minute_is_judged_by_itself():
         await asyncio.sleep(61.0)
 
     live(run, verdicts, script)
-    assert [line.split(":")[0] for line in verdicts] == ["teacher bound", "trainer bound"]
+    assert [line.split(":")[0] for line in verdicts] == ["Teacher bound", "Trainer bound"]
 
 
 def test_a_throttled_minute_is_told_from_a_slow_one():
@@ -357,7 +362,7 @@ def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_coun
         return verdict.judge()
 
     verdict = run_on_virtual_time(main())
-    assert "1 of 3 in flight" in verdict.brief
+    assert "1.0 of 3 teacher_response requests in flight" in verdict.brief
     assert "1 of 2 replicas of the teacher are down" in verdict.brief
     assert "the teacher's 1 slots were full" in verdict.advice[1]
 

@@ -54,7 +54,7 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
     shares = re.findall(r"\d+ %(?: of that for \w+)?", report.bottleneck.sentence)
     assert shares == ["80 %", "88 % of that for probe", "12 % of that for rollout"]
-    assert "(7 probe requests in flight" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
+    assert "(7.1 of 16 probe requests in fl" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
     assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "+25.0 ±4.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
     assert report.headline == "25.0 \N{RIGHTWARDS ARROW} 50.0 % held out (Avg@8), +25.0 ±4.0"
@@ -385,7 +385,7 @@ def test_a_teacher_that_writes_is_told_of_its_slots():
     assert "score_tokens" not in " ".join(advice)
     full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
     advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
-    assert "64 slots were mostly in use (49 rollout" in advice[0]
+    assert "64 slots were mostly in use (49 of 64 rollout" in advice[0]
 
 
 def test_a_limit_is_what_the_servers_let_in_where_that_is_less_than_the_stages_own():
