@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from spot_async.base.processes.nursery import NURSERY
 
 # Programs that a run starts here, and what they import. The model's own module in transformers is theirs to import.
-PROGRAMS = ("spot_async.serving", "spot_async.trainer.launcher")
+PROGRAMS = ("spot_async.serving", "spot_async.trainer")
 IMPORTS = (
     "spot_async.serving.http.app",
     "spot_async.serving.openai.app",

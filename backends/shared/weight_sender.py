@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch.cuda import nccl
 
 from spot_async.base import wire
-from spot_async.base.addresses import interface_of
+from spot_async.base.addresses import group_interfaces
 from spot_async.base.processes.resources import raise_open_file_limit
 from spot_async.base.text import first_line
 from spot_async.models.weight_files import weight_files
@@ -40,7 +40,6 @@ from .weight_transport import (
     JoinNccl,
     Mint,
     endpoint,
-    environment_of,
 )
 
 
@@ -132,10 +131,7 @@ def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no ty
 
 def main(channel_directory: str, backend: str, device: str, address: str, port: str) -> None:
     raise_open_file_limit()
-    os.environ.update(environment_of(address))
-    # gloo would take the address of this machine's name, which is often loopback.
-    if (interface := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.update(group_interfaces(address))
     with zmq.Context() as context, context.socket(zmq.PAIR) as channel:
         channel.linger = 0
         channel.connect(endpoint(channel_directory))

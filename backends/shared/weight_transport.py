@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -229,11 +229,3 @@ class WeightSender:
         if answer.error is not None:
             raise TransientError(f"{self._name}: cannot {what}: {answer.error}")
         return answer
-
-
-def environment_of(address: str) -> Mapping[str, str]:
-    """Return the environment that keeps the group's sockets off the network, if ranks meet on loopback."""
-    if not address.startswith("127."):
-        return {}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import sys
@@ -47,6 +48,19 @@ def own_address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def group_interfaces(address: str) -> dict[str, str]:
+    """Return the variables by which ranks of a process group that meet at an address of ours use its interface alone.
+
+    gloo would take the address of this machine's name, which is often loopback. NCCL looks for fast networks itself,
+    unless ranks meet on loopback: then nothing of theirs is on the network.
+    """
+    if is_loopback(address):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
 
 
 def interface_of(address: str) -> str | None:

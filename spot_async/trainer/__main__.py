@@ -1,4 +1,4 @@
-"""The process of one rank. `launcher.py` runs it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
+"""The process of one rank. `rank_processes.py` runs it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with without_gc():
     from spot_async.trainer.settings import TrainerSettings
 
 
-@record  # passes an exception on to the launcher, which names it
+@record  # writes an exception to a file, by which the rank's end is told
 def main() -> None:
     settings_path, channel_directory = sys.argv[1:]
     run(TrainerSettings.load(settings_path), channel_directory)

@@ -6,7 +6,7 @@ It holds no tensors and does not import torch. The messages are in `messages.py`
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from spot_async.base import wire
-from spot_async.base.processes.child import ChildProcess, standing_still
+from spot_async.base.processes.child import standing_still
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import Opened, while_alive
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
@@ -33,6 +33,7 @@ from spot_async.trainer.messages import (
     endpoint,
 )
 from spot_async.trainer.nodes.joined import JoinedNodes
+from spot_async.trainer.rank_processes import RankProcesses
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport, WeightFile
 
@@ -70,8 +71,16 @@ class TrainerProcess(Opened):
         self._saved_socket = bound(endpoint(channel_directory, SAVED))
         if self._nodes is not None:
             await self._nodes.begin(self._settings.model_dump_json())
-        self._child = await self._start(channel_directory)
-        stack.push_async_callback(self._child.stop)
+        settings_path = self._settings.save()
+        self._ranks = RankProcesses(
+            self._settings,
+            settings_path,
+            channel_directory,
+            settings_path.parent / "logs" / "trainer.log",
+            cores=self._cores,
+            meeting=None if self._nodes is None else self._nodes.meeting,
+        )
+        await stack.enter_async_context(self._ranks)
         if self._nodes is not None:
             stack.push_async_callback(self._nodes.stop)
         ready = await self._while_it_lives(self._ready(), "the trainer was not ready")
@@ -80,9 +89,9 @@ class TrainerProcess(Opened):
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
         if self._nodes is None:
-            await self._child.watch()
+            await self._ranks.watch()
         else:
-            await self._nodes.watch(self._child.watch)
+            await self._nodes.watch(self._ranks.watch)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch. The new weights may not be on disk yet: `published` waits for them.
@@ -110,18 +119,6 @@ class TrainerProcess(Opened):
         told = _outcome(self._saved_socket, Saved, step)
         return (await self._while_it_lives(told, f"step {step} was not saved")).seconds
 
-    async def _start(self, channel_directory: str) -> ChildProcess:
-        settings_path = self._settings.save()
-        return await ChildProcess.start(
-            "trainer",
-            [
-                *(sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), channel_directory),
-                *(self._nodes.launcher_words if self._nodes is not None else ()),
-            ],
-            log_path=settings_path.parent / "logs" / "trainer.log",
-            cores=self._cores,
-        )
-
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
         """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""
         timeout_s = self._settings.training.step_timeout_s
@@ -131,9 +128,10 @@ class TrainerProcess(Opened):
         except ProcessDiedError as died:
             raise TrainerLostError(str(died)) from None
         except TimeoutError:
-            still = "".join(f"; {each}" for each in await asyncio.to_thread(lambda: [*standing_still(self._child.pid)]))
+            found = await asyncio.to_thread(lambda: [*standing_still(os.getpid())])
+            still = "".join(f"; {each}" for each in found if each.startswith("rank "))
             raise TrainerError(
-                f"{otherwise} within training.step_timeout_s={timeout_s:g}{still} (log: {self._child.log_path})"
+                f"{otherwise} within training.step_timeout_s={timeout_s:g}{still} (log: {self._ranks.log_path})"
             ) from None
         if isinstance(outcome, Failure):
             raise TrainerError(outcome.message)

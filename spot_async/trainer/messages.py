@@ -26,10 +26,9 @@ import msgspec
 
 from spot_async.types import Supervision, TrainReport, WeightFile
 
-# The launcher sets these variables of the environment for ranks on several nodes.
+# These variables of the environment tell ranks that are on several nodes.
 NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
 STORE_PORT_VARIABLE = "SPOT_ASYNC_STORE_PORT"  # of loopback, where this node's ranks reach the process group's store
-WAS_KILLED = "was killed by"  # in the launcher's last words: the cause, where other ranks only lost their connections
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):

@@ -63,7 +63,7 @@ class RankPlace(NamedTuple):
 
 
 def rank_place() -> RankPlace:
-    """Return where this process is, from its environment. Its launcher knows the ranks of its own node alone."""
+    """Return where this process is, from its environment. It is told of the ranks of its own node alone."""
     here, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
     before = int(os.environ.get(NODE_RANK_VARIABLE, "0")) * here
     return RankPlace(before + int(os.environ["RANK"]), here * nodes, nodes)

@@ -189,7 +189,7 @@ class RayRun:
 
 LONG = "training.iterations=2000"
 NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
-LAUNCHER = "spot_async.trainer.launcher"
+RANK = "spot_async.trainer"
 DATA = ROOT / "examples" / "running_sum"
 TABLE = (
     f"evaluation={{problems: {DATA}/data/heldout.jsonl, samples: 1, max_response_tokens: 64, verifier: boxed_match}}"
@@ -246,7 +246,7 @@ def test_a_submitted_job_that_is_stopped_leaves_nothing_and_goes_on_to_its_table
     job = RayJob(cluster, tmp_path, LONG)
     wait_until(lambda: rows(job.run) >= 2 or job.process.poll() is not None, f"no iteration: {job.said}")
     assert job.process.poll() is None, job.said
-    assert [len(pids(machine, LAUNCHER)) for machine in cluster] == [1, 1]
+    assert [len(pids(machine, RANK)) for machine in cluster] == [1, 1]
     job.stop()
     wait_until(lambda: not left(cluster), "something is left", 20)
     job.process.wait(PATIENCE_S)
@@ -293,7 +293,7 @@ def test_what_cannot_be_placed_is_one_line_with_what_is_asked_and_free(cluster, 
 def test_a_trainer_s_second_node_is_placed_lost_placed_again_and_every_prompt_is_trained_once(cluster, tmp_path):
     with RayRun(cluster, tmp_path, *NODES, "training.iterations=6", student="m1: 0.5") as run:
         run.until(1)
-        assert [len(pids(machine, LAUNCHER)) for machine in cluster] == [1, 1]
+        assert [len(pids(machine, RANK)) for machine in cluster] == [1, 1]
         kill([max(pids(cluster[1], "spot_async.trainer.nodes"))])
         assert run.ended() == 0, run.said
         assert "node 1 (" in run.said

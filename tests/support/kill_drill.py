@@ -3,10 +3,10 @@
     python tests/support/kill_drill.py runs/kills --kills 100
 
 Runs are of the quickstart's size: SPOT and GRPO, strict and with staleness, on one rank, two, and two that share the
-student. A kill is SIGKILL to the orchestrator, the trainer's launcher, a rank, or a server. A run that ends of it is
-checked with `verify-run` and resumed. In the end `verify-run` must find every prompt trained once. A strict run must
-have the weights, bit for bit, of the same run that nobody killed. Finished runs are not made again, so the command
-continues where it was stopped.
+student. A kill is SIGKILL to the orchestrator, a rank, or a server. A run that ends of it is checked with `verify-run`
+and resumed. In the end `verify-run` must find every prompt trained once. A strict run must have the weights, bit for
+bit, of the same run that nobody killed. Finished runs are not made again, so the command continues where it was
+stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ KILLS_A_RUN = 5
 MEAN_S = 3.0  # between the moment that is waited for and the kill
 LONGEST_S = 900.0  # until a run ends that nobody kills any more
 ROLES = {  # by what is on a process's command line
-    "spot_async.trainer.launcher": "launcher",
     "spot_async.trainer": "rank",
     "running_sum/student": "student or reference",  # GRPO's reference serves the same directory
     "running_sum/teacher": "teacher",

@@ -1,7 +1,7 @@
 """Runs a trainer's only rank on a thread of this process, for tests that are about what it trains and not its process.
 
-It is given its batches over its socket, as always. This saves the seconds in which a launcher and a rank of its own
-would import torch and transformers. `trainer/test_process.py` and the drills test real processes.
+It is given its batches over its socket, as always. This saves the seconds in which a rank of its own would
+import torch and transformers. `trainer/test_process.py` and the drills test real processes.
 """
 
 from __future__ import annotations

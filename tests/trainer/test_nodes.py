@@ -108,7 +108,7 @@ def test_ranks_that_nodes_cannot_share_are_refused() -> None:
         check_ranks(Topology(2, 0, "a", 1, "x", "Slurm"), 3)
 
 
-# In place of a node's launcher.
+# In place of a rank.
 ENDS = "import sys, time; time.sleep(0.2); sys.exit('rank 1 (pid 5) was killed by SIGKILL')"
 STAYS = "import time; time.sleep(600)"
 
@@ -119,7 +119,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     chosen = [STAYS]
     start = ChildProcess.start
 
-    async def start_chosen(name: str, argv: Sequence[str], *, log_path: Path) -> ChildProcess:
+    async def start_chosen(name: str, argv: Sequence[str], *, log_path: Path, **given: Any) -> ChildProcess:
         return await start(name, [sys.executable, "-c", chosen[0]], log_path=log_path)
 
     for module in (joined, joining):
@@ -173,7 +173,7 @@ def quick_config() -> Callable[..., Config]:
 
 @pytest.fixture
 def settings(trainer_settings: Callable[..., TrainerSettings], tmp_path: Path) -> str:
-    return trainer_settings(tmp_path, tmp_path / "run").model_dump_json()
+    return trainer_settings(tmp_path, tmp_path / "run", ranks=2).model_dump_json()
 
 
 async def forever() -> None:
@@ -187,7 +187,7 @@ async def test_a_round_ends_with_a_rank_that_dies_and_the_next_with_a_node_that_
     async with asyncio.timeout(60), asyncio.TaskGroup() as group, run.nodes().open() as nodes:
         first = group.create_task(run.other())
         await nodes.begin(settings)
-        with pytest.raises(ProcessDiedError, match=r"node 1 \(127.0.0.1\): trainer .* rank 1 \(pid 5\) was killed by"):
+        with pytest.raises(ProcessDiedError, match=r"node 1 \(127.0.0.1\): rank 1 .* rank 1 \(pid 5\) was killed by"):
             await nodes.watch(forever)
         await nodes.stop()
 
@@ -200,7 +200,7 @@ async def test_a_round_ends_with_a_rank_that_dies_and_the_next_with_a_node_that_
 
         again = group.create_task(run.other())
         await nodes.begin(settings)
-        assert nodes.launcher_words[-1].startswith("--store-port=")
+        assert nodes.meeting.store_port > 0
         await nodes.stop()  # in order: the node stays for another round
         await nodes.begin(settings)
         nodes.ends("done")

@@ -33,6 +33,7 @@ LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier errors
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
+WAS_KILLED = "was killed by"  # says how a child ended: where others only lost their connections to it, it is the cause
 GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
 STATES = {  # of processes, as the kernel writes them
     "T": "STOPPED by a signal",
@@ -124,6 +125,11 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """Return the exit code, as `wait` does; None while the child lives."""
+        return self._process.returncode
+
     async def wait(self) -> int:
         """Return the exit code once the child has ended; below 0: the signal that killed it."""
         return await self._process.wait()
@@ -134,12 +140,12 @@ class ChildProcess:
         if not self._stopping:
             raise ProcessDiedError(self.describe_end(code))
 
-    def describe_end(self, code: int) -> str:
-        """Say in one line which child ended, how, and the line of its log that says why."""
+    def describe_end(self, code: int, reason: str | None = None) -> str:
+        """Say in one line which child ended, how, and why: by default by the line of its log that says it."""
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"{WAS_KILLED} {signal.Signals(-code).name}"
         else:
-            reason = headline(readable(self.log_tail(LOG_SEARCH_BYTES)))
+            reason = reason or headline(readable(self.log_tail(LOG_SEARCH_BYTES)))
             how = f"exited with code {code}: {reason}" if reason else f"exited with code {code}"
         return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 

@@ -49,7 +49,11 @@ _OF_NURSERY = re.compile(
 )
 # Of a child, and what makes it differ from others. With any further variable it is started by itself, since a library
 # may have read that one before the fork.
-_OF_CHILDREN = re.compile(r"OMP_NUM_THREADS|SPOT_ASYNC_.*")
+_OF_CHILDREN = re.compile(
+    r"OMP_NUM_THREADS|SPOT_ASYNC_.*|"
+    r"RANK|LOCAL_RANK|WORLD_SIZE|(GLOO|NCCL)_SOCKET_IFNAME|PYTORCH_CUDA_ALLOC_CONF|TORCHELASTIC_ERROR_FILE|"
+    r"TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads these when a rank makes its group or uses a GPU, not before
+)
 PATIENCE_S = 120.0  # for its imports, from a slow disk
 LARGEST_ORDER = 1 << 17  # bytes; a message on the socket may have some more
 _NUMBER = struct.Struct("=i")  # a report: the child's process id, and later its exit code

@@ -13,10 +13,10 @@ from typing import Self
 import structlog
 
 from spot_async.base.connection_room import listening_at
+from spot_async.base.processes.child import WAS_KILLED
 from spot_async.base.text import counted
 from spot_async.config import Config
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
-from spot_async.trainer.messages import WAS_KILLED
 from spot_async.trainer.nodes.authentication import Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
 from spot_async.trainer.nodes.gate import Gate
@@ -36,10 +36,11 @@ from spot_async.trainer.nodes.messages import (
 )
 from spot_async.trainer.nodes.store_tunnel import bring_to_store, reserve_port
 from spot_async.trainer.nodes.topology import Topology
+from spot_async.trainer.rank_processes import Meeting
 
 HELLO_TIMEOUT_S = 10.0
 NAME_TIMEOUT_S, NAME_EVERY_S = 30.0, 1.0  # of asking for node 0's address
-STOP_TIMEOUT_S = 15.0  # a node's launcher has some seconds to end its ranks
+STOP_TIMEOUT_S = 15.0  # a node has some seconds to end its ranks
 REASONS_S = 2.0  # where ranks end on all nodes, the cause may be heard this much later than a consequence
 
 
@@ -125,10 +126,10 @@ class JoinedNodes:
             member.send(Begin(self._round, settings))
 
     @property
-    def launcher_words(self) -> list[str]:
-        """Return what the launcher of node 0 is told about this round."""
+    def meeting(self) -> Meeting:
+        """Return how the ranks of node 0 meet the others of this round. Each round has a store of its own."""
         assert self._store is not None
-        return launcher_words(self.topology, self._store.getsockname()[1])
+        return Meeting(self.topology, self._store.getsockname()[1])
 
     def _release_store(self) -> None:
         if self._store is not None:
@@ -296,17 +297,6 @@ class JoinedNodes:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def launcher_words(topology: Topology, store_port: int) -> list[str]:
-    """Return what `spot_async.trainer.launcher` is told on a node. Each round has a store of its own."""
-    options = {
-        "nodes": topology.nodes,
-        "node-rank": topology.node_rank,
-        "address": topology.address,
-        "store-port": store_port,
-    }
-    return [f"--{name}={value}" for name, value in options.items()]
 
 
 def _reason(error: OSError) -> str:

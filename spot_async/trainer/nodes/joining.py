@@ -19,14 +19,13 @@ from pathlib import Path
 import structlog
 
 from spot_async.base.files import writing
-from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.tasks import while_alive
 from spot_async.config import ClusterConfig, Config
-from spot_async.errors import ConfigError, ProcessDiedError, SpotError, TrainerError
+from spot_async.errors import ConfigError, SpotError, TrainerError
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
 from spot_async.trainer.nodes.gate import UnknownSecretError, knock
-from spot_async.trainer.nodes.joined import launcher_words
 from spot_async.trainer.nodes.messages import (
     Begin,
     Ended,
@@ -41,6 +40,7 @@ from spot_async.trainer.nodes.messages import (
 )
 from spot_async.trainer.nodes.store_tunnel import tunnel
 from spot_async.trainer.nodes.topology import Topology
+from spot_async.trainer.rank_processes import Meeting, RankProcesses
 from spot_async.trainer.settings import TrainerSettings
 
 WRONG_SECRET = f"node 0 has another secret than this node ({SECRET_VARIABLE} or cluster.secret_file), or no room"
@@ -129,56 +129,44 @@ class JoiningNode:
 
     async def _take_part(self, connection: Connection[ToNode]) -> Ending:
         """Do what node 0 says until the run is over. Raises `LostConnectionError` when it says nothing any more."""
-        ranks = AsyncExitStack()
-        try:
-            while True:
-                match await connection.receive():
-                    case Over(ending):
-                        return ending
-                    case Stop(number):
-                        await ranks.aclose()
-                        connection.send(Ended(number, "was stopped"))
-                    case Begin(number, settings):
-                        await ranks.aclose()
-                        await self._begin(number, settings, connection, ranks)
-        finally:
-            await ranks.aclose()
+        said = await connection.receive()
+        while not isinstance(said, Over):
+            if isinstance(said, Begin):
+                said = await self._train(said, connection)
+                continue
+            if isinstance(said, Stop):
+                connection.send(Ended(said.round, "was stopped"))
+            said = await connection.receive()
+        return said.ending
 
-    async def _begin(self, number: int, settings: str, connection: Connection[ToNode], ranks: AsyncExitStack) -> None:
-        """Start this node's ranks; node 0 is told when they end by themselves."""
-        try:
-            child = await self._start(number, settings, ranks)
-        except (SpotError, OSError) as error:
-            connection.send(Ended(number, str(error)))
-            return
-        self._say(f"training (log: {child.log_path})")
+    async def _train(self, begin: Begin, connection: Connection[ToNode]) -> ToNode:
+        """Run this node's ranks until node 0 says more, and return that. It is told when they end by themselves."""
 
-        async def tell() -> None:
-            try:
-                await child.watch()
-            except ProcessDiedError as died:
-                self._say(str(died))
-                connection.send(Ended(number, str(died)))
+        async def tell_end() -> None:
+            async with AsyncExitStack() as stack:
+                try:
+                    ranks = await self._start(begin, stack)
+                    self._say(f"training (log: {ranks.log_path})")
+                    await ranks.watch()
+                except (SpotError, OSError) as failed:
+                    self._say(str(failed))
+                    connection.send(Ended(begin.round, str(failed)))
 
-        group = await ranks.enter_async_context(asyncio.TaskGroup())
-        group.create_task(tell(), name="watch")
-        ranks.push_async_callback(child.stop)
+        return await while_alive(connection.receive(), tell_end)
 
-    async def _start(self, number: int, settings: str, ranks: AsyncExitStack) -> ChildProcess:
-        channel_directory = ranks.enter_context(private_directory("spot-trainer-"))
-        store_port = await ranks.enter_async_context(tunnel(lambda: self._enter_store(number)))
-        settings_path = channel_directory / "trainer.json"
-        settings_path.write_text(settings)
-        logs = Path(TrainerSettings.model_validate_json(settings).run_directory) / "logs"
+    async def _start(self, begin: Begin, stack: AsyncExitStack) -> RankProcesses:
+        settings = TrainerSettings.model_validate_json(begin.settings)
+        logs = Path(settings.run_directory) / "logs"
         with writing(logs):
             logs.mkdir(parents=True, exist_ok=True)
-        return await ChildProcess.start(
-            "trainer",
-            [
-                *(sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), str(channel_directory)),
-                *launcher_words(self._topology, store_port),
-            ],
-            log_path=logs / f"trainer-node-{self._topology.node_rank}.log",
+        channel_directory = stack.enter_context(private_directory("spot-trainer-"))
+        store_port = await stack.enter_async_context(tunnel(lambda: self._enter_store(begin.round)))
+        settings_path = channel_directory / "trainer.json"
+        settings_path.write_text(begin.settings)
+        log_path = logs / f"trainer-node-{self._topology.node_rank}.log"
+        meeting = Meeting(self._topology, store_port)
+        return await stack.enter_async_context(
+            RankProcesses(settings, settings_path, str(channel_directory), log_path, meeting=meeting)
         )
 
 
