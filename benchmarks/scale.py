@@ -38,7 +38,7 @@ from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig, StagesConfig
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.services import TeacherService
+from spot_async.stages.services import STAGE_SERVERS, TeacherService
 from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
 from spot_async.testing.simulation import make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -125,7 +125,7 @@ async def run(in_flight: int) -> None:
     """Run all prompts as a training run does."""
     servers = {f"student-{i}": Sleeper(i) for i in range(SERVERS)}
     factories = {name: (lambda server=server: server) for name, server in servers.items()}
-    limits = {"concurrency": PROMPTS * PROBES, "timeout_s": 600.0}
+    limits = StagesConfig.model_validate({name: {"concurrency": PROMPTS * PROBES} for name in STAGE_SERVERS})
     async with ReplicaPool("student", factories, ServingConfig(max_in_flight=PROMPTS * PROBES)) as pool:
         simulated = make_run(
             Requests(),  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ async def run(in_flight: int) -> None:
             teachers={"": TeacherService(server=Sleeper(SERVERS))},  # type: ignore[arg-type]
             verifier=Sleeper(SERVERS + 1),
             prompts=simulated_prompts(PROMPTS),
-            limits=StagesConfig.model_validate(dict.fromkeys(StagesConfig.model_fields, limits)),
+            limits=limits,
             iterations=PROMPTS // in_flight,
             batch_size=in_flight,
             capacity_bytes=1 << 40,

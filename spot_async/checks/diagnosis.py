@@ -184,13 +184,12 @@ async def _asked(
 ) -> Asked:
     """Return prompts of the run, each with a response of the student."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
-    limits = {"rollout": config.stages.rollout.attempt_timeout_s, "score": config.stages.score.attempt_timeout_s}
     asked = Asked(
         prompts,
         [prompt[-RESPONSE_TOKENS:] for prompt in prompts],
         plan.stop_token_ids,
         plan.common.limit,
-        attempt_timeouts_s={stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None},
+        attempt_timeout_s=config.stages.attempt_timeout_s,
         answered=answered,
     )
     if not said.generation:

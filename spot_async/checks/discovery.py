@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ class Asked:
     vocab_limit: int | None = None
     teacher_prompts: Sequence[IntArray] = ()  # what the teacher reads in place of each prompt; empty: the prompt
     timeout_s: float = QUESTION_TIMEOUT_S
-    attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
+    attempt_timeout_s: float | None = None  # None: as long as all
     answered: Callable[[], None] = lambda: None  # is called with each answer
 
     async def answer(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
@@ -73,7 +73,7 @@ class Asked:
     async def _answer_in_time(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
         clock = asyncio.get_running_loop().time
         until_s = clock() + self.timeout_s
-        attempt_s = min(self.timeout_s, self.attempt_timeouts_s.get(stage, self.timeout_s))
+        attempt_s = min(self.timeout_s, self.attempt_timeout_s or self.timeout_s)
 
         async def attempts() -> T:
             while True:

@@ -141,7 +141,7 @@ class EvaluationConfig(Section):
     timeout_s: PositiveFloat = Field(600.0, description="deadline of one response, with all its attempts")
     attempt_timeout_s: PositiveFloat | None = Field(
         None,
-        description="as `stages.<name>.attempt_timeout_s`: longest time of one attempt. Default: all of `timeout_s`",
+        description="as `stages.attempt_timeout_s`: longest time of one attempt. Default: all of `timeout_s`",
     )
 
     @pydantic.model_validator(mode="before")

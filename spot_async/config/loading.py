@@ -295,7 +295,7 @@ def _describe(
         elif len(error["loc"]) == 1 and error["loc"][0] in explained:
             continue
         else:
-            yield f"{'.'.join(location) or 'configuration'}: {_explain(error, schema)}"
+            yield f"{'.'.join(location) or 'configuration'}: {_explain(error, schema, location)}"
 
 
 def _with_choices_joined(errors: Sequence[ErrorDetails]) -> Iterator[ErrorDetails]:
@@ -322,12 +322,12 @@ def _belongs_elsewhere(keys: Sequence[str], kinds: Sequence[str], section: str, 
     )
 
 
-def _explain(error: ErrorDetails, schema: type[BaseModel]) -> str:
+def _explain(error: ErrorDetails, schema: type[BaseModel], location: Sequence[str]) -> str:
     value = error.get("input")
     match error["type"]:
         case "extra_forbidden":
             owner = _schema_at(schema, error["loc"][:-1])
-            return unknown_key(str(error["loc"][-1]), list(owner.model_fields) if owner else [], Config)
+            return unknown_key(".".join(location), list(owner.model_fields) if owner else [], Config)
         case "literal_error" if error["loc"][-1] == OF_KEY:
             expected = error["ctx"]["expected"]
             close = difflib.get_close_matches(str(value), re.findall("'([^']*)'", expected), n=1, cutoff=0.5)

@@ -252,22 +252,6 @@ class StageConfig(Section):
     """One kind of request."""
 
     concurrency: PositiveInt = Field(64, description="requests in flight")
-    timeout_s: PositiveFloat = Field(
-        600.0, description="deadline of a request with all its attempts, from its first sending on"
-    )
-    attempt_timeout_s: PositiveFloat | None = Field(
-        None,
-        description="longest time of one attempt, after which its reply counts as lost and is asked for again: longer "
-        "than any answer takes, with its wait at the server. Default: all of `timeout_s`, since a limit that only long "
-        "answers miss would leave these out of training",
-    )
-    attempts: PositiveInt = Field(
-        DEFAULT_ATTEMPTS,
-        description="how often a request is sent that fails transiently; throttled ones are sent until the deadline",
-    )
-
-    def _check(self) -> None:
-        check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
 
 
 class ScoreStageConfig(StageConfig):
@@ -282,15 +266,31 @@ class ScoreStageConfig(StageConfig):
 
 
 class StagesConfig(Section):
-    """What a prompt's coroutine asks for, each with limits of its own."""
+    """What a prompt's coroutine asks for: how much of each at once, and how long and how often it may try."""
 
+    timeout_s: PositiveFloat = Field(
+        600.0, description="deadline of a request with all its attempts, from its first sending on"
+    )
+    attempt_timeout_s: PositiveFloat | None = Field(
+        None,
+        description="longest time of one attempt, after which its reply counts as lost and is asked for again: longer "
+        "than any answer takes, with its wait at the server. Default: all of `timeout_s`, since a limit that only long "
+        "answers miss would leave these out of training",
+    )
+    attempts: PositiveInt = Field(
+        DEFAULT_ATTEMPTS,
+        description="how often a request is sent that fails transiently; throttled ones are sent until the deadline",
+    )
     rollout: StageConfig = Field(StageConfig(), description="responses of the student")
     score: ScoreStageConfig = Field(ScoreStageConfig(), description="the teacher's log-probabilities of a response")
     candidates: StageConfig = Field(StageConfig(), description="the student's log-probabilities of chosen tokens")
     probe: StageConfig = Field(StageConfig(concurrency=256), description="continuations after a teacher candidate")
-    verify: StageConfig = Field(StageConfig(timeout_s=60.0), description="verdicts on responses and branches")
+    verify: StageConfig = Field(StageConfig(), description="verdicts on responses and branches")
     teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
     reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
+
+    def _check(self) -> None:
+        check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
 
 
 class WandbConfig(Section):
@@ -341,7 +341,7 @@ class Config(Section):
     training: TrainingConfig = Field(description="the student's optimisation")
     max_staleness: int = Field(0, ge=0, description="iterations by which a sample may lag behind the weights")
     queue: QueueConfig = Field(QueueConfig(), description="finished supervision in front of the trainer")
-    stages: StagesConfig = Field(StagesConfig(), description="limits of each kind of request")
+    stages: StagesConfig = Field(StagesConfig(), description="limits of requests, of each kind where they differ")
     evaluation: EvaluationConfig | None = Field(None, description="measured before and after training")
     telemetry: TelemetryConfig = Field(TelemetryConfig(), description="where metrics go besides the run directory")
     cluster: ClusterConfig = Field(ClusterConfig(), description="the machines that the trainer's ranks are spread over")

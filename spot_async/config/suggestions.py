@@ -10,6 +10,7 @@ import difflib
 import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,6 @@ from pydantic import BaseModel
 from spot_async.base.secrets import looks_secret, names_secret
 
 TABLE = Path(__file__).with_name("other_names.yaml")
-KEYS = ("keys", "keys_before")
 PLACES_SHOWN = 3
 CLOSE = 0.75  # of names that are likely misspelt; less alike ones mislead
 SAME_START = 5  # letters, as in `trainer` for `training`
@@ -43,17 +43,23 @@ def other_names() -> Mapping[str, Sequence[OtherName]]:
     return msgspec.yaml.decode(TABLE.read_bytes(), type=dict[str, list[OtherName]])
 
 
-def other_name(name: str, *of: str) -> OtherName | None:
-    """Return what there is here in place of a name."""
-    return next((each for group in of for each in other_names()[group] if name in each.other), None)
+def other_name(name: str, of: str) -> OtherName | None:
+    """Return what there is here in place of a name. The table may have patterns, such as `stages.*.timeout_s`."""
+    return next((each for each in other_names()[of] if any(fnmatchcase(name, other) for other in each.other)), None)
 
 
-def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
-    """Return the complaint about the key `name` in a section of the `known` keys.
+def other_key(key: str) -> OtherName | None:
+    """Return what there is here in place of a key, given with its sections: ours of before, or another trainer's."""
+    return other_name(key, "keys_before") or other_name(key.rpartition(".")[2], "keys")
+
+
+def unknown_key(key: str, known: Sequence[str], root: type[BaseModel]) -> str:
+    """Return the complaint about a key, given with its sections, in a section of the `known` keys.
 
     It suggests what was most likely meant: a key of this section, or of any other below `root`.
     """
-    if (meant := other_name(name, *KEYS)) is not None:
+    name = key.rpartition(".")[2]
+    if (meant := other_key(key)) is not None:
         return f"unknown key; {meant.answer}"
     section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not section and (places := [path for path in paths(root) if path.rpartition(".")[2] == name]):
@@ -69,11 +75,11 @@ def unknown_option(option: str, value: str, root: type[BaseModel]) -> str:
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file"):
         return f"{option}: no such option; the file is given without one: {value or 'CONFIG'}"
-    meant = other_name(name, *KEYS)
+    meant = other_key(name)
     if meant is not None and meant.says:
         return f"{option}: no such option; {meant.says}"
     keys = [meant.here] if meant else [path for path in paths(root) if path.rpartition(".")[2] == name]
-    if name.partition(".")[0] in root.model_fields:
+    if meant is None and name.partition(".")[0] in root.model_fields:
         keys = [name]
     shown = "..." if not value or names_secret(name) or looks_secret(value) else value
     given = " or ".join(f"{key}={shown}" for key in keys[:PLACES_SHOWN])

@@ -34,6 +34,7 @@ from spot_async.run_directory.layout import (
     RunDirectory,
 )
 from spot_async.spending.account import Spending
+from spot_async.stages.services import STAGE_SERVERS
 
 if TYPE_CHECKING:
     from spot_async.models.vocabulary import Vocabulary
@@ -206,7 +207,7 @@ class RunFiles:
         if not isinstance(loaded, dict):
             return {}
         stages = loaded.get("stages")
-        inner = {f"stages.{name}": each for name, each in stages.items()} if isinstance(stages, dict) else {}
+        inner = {f"stages.{name}": stages.get(name) for name in STAGE_SERVERS} if isinstance(stages, dict) else {}
         teachers = loaded.get("teachers")
         several = {f"teachers.{name}": each for name, each in teachers.items()} if isinstance(teachers, dict) else {}
         for role, section in ({role: loaded.get(role) for role in ROLES} | several).items():

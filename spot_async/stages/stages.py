@@ -76,24 +76,23 @@ class Stages:
 
         standstill_s = WEIGHT_UPDATE_TIMEOUT_S if settings.weights_may_change else 0.0
         requests = requests_per_prompt(needs)
+        limits = settings.limits
 
-        def stage(kind: str, service: S | ServicePool[S], config: StageConfig, teacher: str = "") -> Stage[S]:
+        def stage(kind: str, service: S | ServicePool[S], own: StageConfig, teacher: str = "") -> Stage[S]:
             name = f"{kind}.{teacher}" if teacher else kind
             role = stage_server(name) or ""
             pause = self.pauses.get("student" if role in services.are_base else role)
-            limits = StageLimits(
-                concurrency=config.concurrency,
-                timeout_s=config.timeout_s,
-                attempt_timeout_s=config.attempt_timeout_s,
-                retry=settings.retry(config.attempts),
+            stage_limits = StageLimits(
+                concurrency=own.concurrency,
+                timeout_s=limits.timeout_s,
+                attempt_timeout_s=limits.attempt_timeout_s,
+                retry=settings.retry(limits.attempts),
                 waiting_capacity=settings.max_prompts * requests[kind],
                 requests_per_prompt=requests[kind] if settings.bounds_prompts else None,
                 stated_by=STATED_BY[kind],
                 longest_standstill_s=standstill_s if pause is not None else 0.0,
             )
-            return Stage(name, pool_of(service), limits, jitter=jitter, events=self.events, pause=pause)
-
-        limits = settings.limits
+            return Stage(name, pool_of(service), stage_limits, jitter=jitter, events=self.events, pause=pause)
 
         def teacher(name: str, service: TeacherService) -> TeacherStages:
             server: Any = service.server

@@ -233,7 +233,7 @@ def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
     use, server = times.stages[stage], stage_server(stage)
     words = use.failed_words.replace("of the attempts", f"of the {stage} attempts")
     mend = f"see why in the report's Failures and logs/run.jsonl, and mend the {server}'s server or what is before it"
-    lost = f"stages.{stage_kind(stage)}.attempt_timeout_s: how soon a reply that does not come is asked for again"
+    lost = "stages.attempt_timeout_s: how soon a reply that does not come is asked for again"
     return Bottleneck(
         f"{words}: retries hold the run up. The trainer waited {percent(share)} of the time.",
         (*_trouble(stage, times), mend, *([lost] if DeadlineExceededError.in_short in use.failures else [])),

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any, get_args
 
 from spot_async.base.retry import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.config import Config, StagesConfig
+from spot_async.config import Config
 from spot_async.errors import ConfigError
 from spot_async.loop.events import Phase, Pump
 from spot_async.types import PolicyNeeds
@@ -163,12 +163,12 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
         f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s for role, model in config.models.items()
     }
     longest, recovery_s = max(recoveries.items(), key=lambda each: each[1])
-    chain = _prompt_chain(config.stages, needs) | {longest: recovery_s}
-    legal_s = sum(chain.values())
+    requests = _requests_in_a_row(needs)
+    legal_s = requests * config.stages.timeout_s + recovery_s
     if timeout_s is not None and timeout_s < legal_s:
         raise ConfigError(
             f"run.stall_timeout_s={timeout_s:g} is shorter than the {legal_s:g} s that one prompt may take by the "
-            f"deadlines of what it waits for ({' + '.join(chain)}): raise it, or lower those"
+            f"deadlines of what it waits for ({requests} x stages.timeout_s + {longest}): raise it, or lower those"
         )
     supervision_s = timeout_s if timeout_s is not None else legal_s + MARGIN_S
 
@@ -190,22 +190,17 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     )
 
 
-def _prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
-    """Return the deadlines that one prompt may use up one after the other, in seconds, by the key that sets each."""
-    used = {
-        "rollout": needs.rollouts_per_prompt != 0,
-        "teacher_response": needs.teacher_responses > 0,
-        "score": needs.teacher_scores,
-        "reference": needs.reference,
-        "candidates": needs.candidate_logprobs or needs.probes_per_prompt > 0,
-        "probe": needs.probes_per_prompt > 0,
-    }
-    times = {name: needs.rounds for name, is_used in used.items() if is_used}
-    times["verify"] = VERIFY_ATTEMPTS * needs.rounds
-    return {
-        f"{number} x stages.{name}.timeout_s".removeprefix("1 x "): number * getattr(stages, name).timeout_s
-        for name, number in times.items()
-    }
+def _requests_in_a_row(needs: PolicyNeeds) -> int:
+    """Return how many requests of one prompt may use up their deadlines one after the other."""
+    stages = (
+        needs.rollouts_per_prompt != 0,
+        needs.teacher_responses > 0,
+        needs.teacher_scores,
+        needs.reference,
+        needs.candidate_logprobs or needs.probes_per_prompt > 0,
+        needs.probes_per_prompt > 0,
+    )
+    return (sum(stages) + VERIFY_ATTEMPTS) * needs.rounds
 
 
 def start_timeouts(tree: Any) -> Iterator[float]:

@@ -12,7 +12,7 @@ from spot_async.backends.shared.remote import Server
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, QUESTION_TIMEOUT_S
 from spot_async.checks import diagnosis
 from spot_async.checks.discovery import Asked
-from spot_async.config.schema import ScoreStageConfig, StagesConfig
+from spot_async.config.schema import StagesConfig
 from spot_async.errors import DeadlineExceededError, FailureClass, ThrottledError
 from spot_async.testing.virtual_time import run_on_virtual_time
 
@@ -32,8 +32,8 @@ class Scores:
         raise DeadlineExceededError("no reply before the deadline")
 
 
-async def test_a_request_that_hangs_is_sent_again_after_an_attempt_of_its_stage():
-    asked = Asked([], [], (), timeout_s=0.1, attempt_timeouts_s={"score": 0.02})
+async def test_a_request_that_hangs_is_sent_again_after_an_attempt():
+    asked = Asked([], [], (), timeout_s=0.1, attempt_timeout_s=0.02)
     assert await asked.answer("score", scores := Scores(hangs=2)) == "scores"
     assert len(scores.given_s) == 3
     assert max(scores.given_s) <= 0.02
@@ -43,17 +43,17 @@ async def test_a_request_that_hangs_is_sent_again_after_an_attempt_of_its_stage(
 
 
 async def test_without_a_limit_an_attempt_has_all_the_time():
-    asked = Asked([], [], (), timeout_s=0.05, attempt_timeouts_s={"score": 0.01})
+    asked = Asked([], [], (), timeout_s=0.05)
     with pytest.raises(DeadlineExceededError):
-        await asked.answer("rollout", scores := Scores(hangs=100))
+        await asked.answer("score", scores := Scores(hangs=100))
     assert len(scores.given_s) == 1
 
 
 async def test_the_limits_are_those_of_the_run_s_stages():
-    config = SimpleNamespace(stages=StagesConfig(score=ScoreStageConfig(attempt_timeout_s=7.0)))
+    config = SimpleNamespace(stages=StagesConfig(attempt_timeout_s=7.0))
     plan = SimpleNamespace(schedule=[], stop_token_ids=(), common=SimpleNamespace(limit=None))
     asked = await diagnosis._asked(config, plan, None, SimpleNamespace(generation=False))
-    assert asked.attempt_timeouts_s == {"score": 7.0}
+    assert asked.attempt_timeout_s == 7.0
 
 
 def no_turn():

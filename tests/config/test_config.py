@@ -9,7 +9,7 @@ import pytest
 from spot_async.base import registry
 from spot_async.config import Config, LoraConfig
 from spot_async.config.loading import doubled_backslashes, dump_yaml, load_config, read_tree
-from spot_async.config.suggestions import KEYS, other_names, paths
+from spot_async.config.suggestions import other_names, paths
 from spot_async.errors import ConfigError
 
 MINIMAL = """
@@ -81,6 +81,9 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "stages.score.hedge_after_s=8",
             "stages.score.hedge_after_s: unknown key; hedged requests were removed: take it out",
         ),
+        ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
+        ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
+        ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),
         ("training.nnodes=2", "unknown key; here it is `cluster.nodes`"),
         ("training=null", "training: input should be a section, but got null"),
         ("telemetry.wandb=true", "telemetry.wandb: input should be a section, but got true"),
@@ -171,8 +174,8 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),
         ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         (
-            "stages.score.attempt_timeout_s=700",
-            "stages.score: attempt_timeout_s=700 is longer than timeout_s=600, which is the time of all attempts "
+            "stages.attempt_timeout_s=700",
+            "stages: attempt_timeout_s=700 is longer than timeout_s=600, which is the time of all attempts "
             "together: lower it, raise timeout_s, or leave it out",
         ),
         ("evaluation.attempt_timeout_s=700", "evaluation: attempt_timeout_s=700 is longer than timeout_s=600"),
@@ -244,7 +247,7 @@ def test_names_of_others_and_of_before_lead_to_keys_that_exist():
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
     known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
     known |= {f"teacher.backend.{path}" for path in paths(registry.load("backends", "openai").Settings)}
-    assert {each.here for of in KEYS for each in other_names()[of] if each.here} <= known
+    assert {each.here for of in ("keys", "keys_before") for each in other_names()[of] if each.here} <= known
     assert {each.here for each in other_names()["training.lora"] if each.here} <= {*LoraConfig.model_fields}
 
 

@@ -37,7 +37,7 @@ from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.base.events import Event
 from spot_async.base.processes.guard import process_tree
 from spot_async.base.tasks import gather, watched
-from spot_async.config import ModelConfig, SamplingConfig, ScoreStageConfig, ServingConfig, StagesConfig
+from spot_async.config import ModelConfig, SamplingConfig, ServingConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
 from spot_async.loop.events import PromptEnded
 from spot_async.loop.orchestrator import Orchestrator
@@ -134,7 +134,7 @@ async def orchestrated(
                 "student": await student.capabilities(deadline=deadline),
                 "teacher": await teacher.capabilities(deadline=deadline),
             },
-            limits=StagesConfig(score=ScoreStageConfig(timeout_s=10.0)),
+            limits=StagesConfig(timeout_s=10.0),
             sampling=SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS),
             iterations=iterations,
             batch_size=BATCH,

@@ -436,8 +436,8 @@ async def test_only_a_student_that_is_updated_under_way_has_longer_than_its_stag
     stages = bound(recorder, weights_may_change=may_change)
     await stages.rollout()
     await stages.score(RESPONSE, top_k=1)
-    assert recorder.student_s - now_s == pytest.approx(StagesConfig().rollout.timeout_s + later_s, abs=5.0)
-    assert recorder.teacher_s - now_s == pytest.approx(StagesConfig().score.timeout_s, abs=5.0)
+    assert recorder.student_s - now_s == pytest.approx(StagesConfig().timeout_s + later_s, abs=5.0)
+    assert recorder.teacher_s - now_s == pytest.approx(StagesConfig().timeout_s, abs=5.0)
 
 
 async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():

@@ -197,7 +197,7 @@ def test_failed_attempts_come_first_in_the_verdict_and_nothing_else_is_advised()
     assert verdict.brief.startswith("41 % of the score attempts failed (HTTP 500, 502, reset): retries hold the run up")
     assert not [line for line in verdict.advice if "batch_size" in line or "smaller teacher" in line]
     late = judge(times(StageUse(1.0, 0.0, 64, failed_share=0.1, lost_share=0.8, failures="no answer in time")))
-    assert "stages.score.attempt_timeout_s" in late.advice[-1]
+    assert "stages.attempt_timeout_s" in late.advice[-1]
 
 
 def test_failures_that_cost_little_are_named_and_do_not_hide_what_holds_the_run_up():

@@ -287,12 +287,12 @@ def test_what_is_written_is_a_configuration_over_the_tuned_one_whatever_servers_
     (tmp_path / "configs").mkdir()
     source, output = tmp_path / "configs" / "my run.yaml", tmp_path / "tuned.yaml"
     source.write_text("student: {model: s}\nteacher: {model: t}\ndata: {train: d}\npolicy: spot\n"
-                      "training: {iterations: 1}\nstages: {probe: {timeout_s: 7.0}}\n")  # fmt: skip
+                      "training: {iterations: 1}\nstages: {timeout_s: 7.0}\n")  # fmt: skip
     hostile = "teacher: 429 \x1b[31m\nstages: {probe: {concurrency: 1}}\u2028student: null\x85data: null"
     output.write_text(as_yaml(tuning(warnings=[hostile]), source, output, ["run.seed=1"]))
     loaded = load_config(output)
     assert loaded.stages.probe.concurrency == 16
-    assert loaded.stages.probe.timeout_s == 7.0
+    assert loaded.stages.timeout_s == 7.0
     assert loaded.student.model == "s"
     text = output.read_text()
     assert "# Measured with run.seed=1: give these again." in text

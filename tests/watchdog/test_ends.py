@@ -203,7 +203,7 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
     command = Command(
         *["train", "configs/quickstart.yaml", f"run.directory={run}", FEW, "policy=waiting:WaitingPolicy"],
         *["evaluation=null", "run.verdict_every_s=2", f"run.stall_timeout_s={STALL_S}"],
-        *[f"stages.{stage}.timeout_s=1" for stage in ("rollout", "verify")],
+        "stages.timeout_s=1",
         *[f"{role}.serving.recovery_timeout_s=1" for role in ("student", "teacher")],
         *[f"{role}.serving.restarts=0" for role in ("student", "teacher")],
     )

@@ -52,7 +52,7 @@ class NoRetries(RetryPolicy, frozen=True):
 
 def without_limits(stages: StagesConfig) -> StagesConfig:
     """Return the stages' settings without limits of concurrency: the ramp alone decides how much is in flight."""
-    unlimited = {name: section.model_copy(update={"concurrency": 1 << 30}) for name, section in stages}
+    unlimited = {name: getattr(stages, name).model_copy(update={"concurrency": 1 << 30}) for name in STAGE_SERVERS}
     return stages.model_copy(update=unlimited)
 
 
