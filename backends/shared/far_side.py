@@ -1,6 +1,6 @@
-"""Asks the far side of `launch.prefix` what a start needs to know, before anything is started there.
+"""Asks the far side of `launch.prefix`, or this machine, what a start needs to know, before anything is started there.
 
-Each question is a short Python program that the far interpreter runs (`spot_async/base/processes/far_side.py`). All
+Each question is a short Python program that the interpreter there runs (`spot_async/base/processes/far_side.py`). All
 errors are `ConfigError` in one line, and begin with the key at fault, `launch.prefix` or another one of `launch`. Where
 the prefix did not get there, they are `FarSideError`.
 """
@@ -13,9 +13,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from spot_async.base.addresses import is_loopback
@@ -64,25 +64,27 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines, n
 
 @dataclass(frozen=True)
 class FarSide:
-    """What a prefix leads to: an interpreter, with environment variables that are no secret."""
+    """What a prefix leads to, or this machine without one: an interpreter, with variables that are no secret."""
 
-    prefix: Sequence[str]
+    prefix: tuple[str, ...]
     python: str
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: tuple[tuple[str, str], ...] = ()
     ray_node: str | None = None  # the address where Ray has placed the server: the prefix is then one of ours
 
     @property
     def shown(self) -> str:
-        return shlex.join(self.prefix) if self.ray_node is None else f"Ray's node {self.ray_node}"
+        return shlex.join(self.prefix or [self.python]) if self.ray_node is None else f"Ray's node {self.ray_node}"
 
     @property
     def key(self) -> str:
         """Return the key that leads there."""
+        if not self.prefix:
+            return "launch.python"
         return "launch.prefix" if self.ray_node is None else "launch.resources"
 
     def ask(self, code: str, arguments: Sequence[str]) -> tuple[int, str, str]:
         """Return exit code, last line and errors of Python code that runs there."""
-        script = question(self.python, code, arguments, self.environment)
+        script = question(self.python, code, arguments, dict(self.environment))
         command, environment = near_command(self.prefix, script, grace_s=0.0, beat_s=BEAT_S)
         try:
             done = subprocess.run(

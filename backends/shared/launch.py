@@ -11,7 +11,6 @@ import contextlib
 import functools
 import random
 import socket
-import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +20,9 @@ import msgspec
 import structlog
 
 from spot_async.base.addresses import LOOPBACK
-from spot_async.base.processes.child import ChildProcess, foreign_environment
+from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.exits import SAFE_PATH
-from spot_async.base.processes.far_side import ONLY_INSTALLED, FarProgram
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import Opened, while_alive
@@ -37,7 +36,6 @@ LOG_LINES = 10  # lines shown from the end of a failed server's log
 LOG_ERRORS = 3  # messages shown of exceptions above those lines
 ASK_TIMEOUT_S = 10.0
 ASK_INTERVAL_S = 0.25
-VERSION_TIMEOUT_S = 60.0
 LAST_REPLY_S = 10.0  # longest time between a crashing server's last reply and its end; SGLang takes five seconds
 # These ports are below those of outgoing connections. Otherwise a connection to a server that does not listen yet might
 # get that very port as its own end, be connected to itself, and keep the server from listening.
@@ -79,7 +77,7 @@ def check_installed(settings: ProcessSettings, section: str, package: str | None
     if package is None or (settings.resources and not settings.prefix):
         return None
     try:
-        return installed(settings.model_copy(update={"python": settings.interpreter}), package)
+        return installed(settings, package)
     except ConfigError as error:
         raise ConfigError(str(error).replace("launch", section, 1)) from None
 
@@ -154,74 +152,70 @@ class LaunchedServer(Opened):
             raise ConfigError(f"{section}.resources: this command places no servers: train, eval and check do")
         self._settings.check_machine(section)
         self._settings.check_interpreter(section)
-        start = self._start_there if self._settings.is_elsewhere else self._start_here
         try:
-            command, port = await start(stack)
+            command, port = await self._start(stack)
         except ConfigError as error:
             raise type(error)(str(error).replace("launch", section, 1)) from None
         self.uds = command.uds
         self.url = f"http://{self._settings.address}:{port}" if command.uds is None else "http://localhost"
         stack.push_async_callback(self._child.stop)
 
-    async def _start_here(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
-        directory, given = stack.enter_context(private_directory("spot-server-")), self._settings.port
-        port = free_port() if given is None else check_port(given)
-        command = await asyncio.to_thread(self._command, Doorway(port, directory, self.key))
-        for name, text in command.files.items():
-            (directory / name).touch(mode=0o600)
-            (directory / name).write_text(text, encoding="utf-8")
+    async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
+        settings = self._settings
+        if settings.is_elsewhere:
+            directory, port = Path("/tmp") / f"spot-server-{new_secret()[:16]}", await asyncio.to_thread(self._far_port)
+        else:
+            directory = stack.enter_context(private_directory("spot-server-"))
+            port = free_port() if settings.port is None else check_port(settings.port)
+        command = await asyncio.to_thread(self._command, Doorway(port, directory, self.key, settings.host))
+        environment, far = {**settings.passed_environment("launch"), **command.environment}, None
+        if settings.is_elsewhere:
+            far = FarPlace(
+                settings.prefix,
+                settings.interpreter or "",
+                settings.heartbeat_timeout_s,
+                directory=directory if command.files else None,
+                files=command.files,
+            )
+        else:
+            for name, text in command.files.items():
+                (directory / name).touch(mode=0o600)
+                (directory / name).write_text(text, encoding="utf-8")
         log_path, cores = self._assignment.log_path, self._assignment.cores
-        environment = {**self._settings.passed_environment("launch"), **command.environment}
         if command.is_ours:
             self._child = await ChildProcess.start(
                 self._name, command.argv, log_path=log_path, environment=environment, cores=cores
             )
             return command, port
+        # Servers put sockets of their own there, whose paths may not be long either.
+        short = {"TMPDIR": short_temporary_directory()} if far is None else {}
         self._child = await ChildProcess.start_foreign(
             self._name,
             command.argv,
             log_path=log_path,
-            # Servers put sockets of their own there, whose paths may not be long either.
-            environment={"TMPDIR": short_temporary_directory(), **environment},
+            environment={**short, **environment},
             cores=cores,
-            secrets=[self.key, *self._settings.passed_secrets],
-        )
-        return command, port
-
-    async def _start_there(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
-        settings, directory = self._settings, Path("/tmp") / f"spot-server-{new_secret()[:16]}"
-        port = await asyncio.to_thread(self._far_port)
-        command = await asyncio.to_thread(self._command, Doorway(port, directory, self.key, settings.host))
-        program = FarProgram(
-            settings.prefix,
-            settings.interpreter or "",
-            command.argv,
-            {**settings.passed_environment("launch"), **command.environment},
-            silence_s=settings.heartbeat_timeout_s,
-            directory=directory if command.files else None,
-            files=command.files,
-        )
-        secrets = [self.key, *settings.passed_secrets]
-        self._child = await ChildProcess.start_far(
-            self._name, program, log_path=self._assignment.log_path, secrets=secrets
+            secrets=[self.key, *settings.passed_secrets],
+            far=far,
         )
         return command, port
 
     def _far_port(self) -> int:
         """Return a port that is free on the far side, which must also have what the server needs."""
-        settings, far_side = self._settings, self._settings.far_side
-        assert far_side is not None
+        settings = self._settings
         ports = random.SystemRandom().sample(FREE_PORTS, 16) if settings.port is None else [settings.port]
         model, reads = self._assignment.model.absolute(), self._assignment.reads
         written = reads.absolute() if reads is not None else None
-        return far_side.place(settings.host, ports, is_given=settings.port is not None, model=model, written=written)
+        return settings.far_side.place(
+            settings.host, ports, is_given=settings.port is not None, model=model, written=written
+        )
 
     def _command(self, doorway: Doorway) -> Command:
         """Return the command with its whole environment. Runs the interpreter, so call it in a thread."""
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
         command = self._make_command(settings, self._assignment.model.absolute(), doorway)
         if command.package is not None:
-            version = installed(settings, command.package).version
+            version = installed(self._settings, command.package).version
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
         safe_path = SAFE_PATH if "-m" in command.argv[:2] else {}  # a script may need the modules beside it
         return replace(command, environment={**safe_path, **command.environment, **settings.variables})
@@ -277,50 +271,19 @@ class LaunchedServer(Opened):
 
 def installed(settings: ProcessSettings, package: str) -> Installed:
     """Return what the settings' environment has of a package. Cached. Raises `ConfigError` if it has no such module."""
-    variables = tuple(sorted(settings.environment.items()))
-    said = _ask(settings.python, package, tuple(settings.prefix), variables, settings.ray_node)
-    return msgspec.json.decode(said, type=Installed)
+    return _installed(settings.far_side, package)
 
 
 @functools.lru_cache
-def _ask(
-    python: str,
-    package: str,
-    prefix: tuple[str, ...],
-    variables: tuple[tuple[str, str], ...],
-    ray_node: str | None,
-) -> str:
-    environment = dict(variables)
-    if prefix:
-        far_side = FarSide(prefix, python, environment, ray_node)
-        code, line, errors = far_side.ask(INSTALLED_CODE, [package])
-        where = f"{python} on the far side of {far_side.shown}"
-    else:
-        code, line, errors = _ask_interpreter(python, package, environment.get("PYTHONPATH"))
-        where = python
+def _installed(side: FarSide, package: str) -> Installed:
+    code, line, errors = side.ask(INSTALLED_CODE, [package])
+    where = f"{side.python} on the far side of {side.shown}" if side.prefix else side.python
     if code == NO_SUCH_MODULE:
         raise ConfigError(f"launch.python: no {package} in {where}: install it there, or name another interpreter")
     if code:
         reason = headline(readable(errors)) or f"exit code {code}"
         raise ConfigError(f"launch.python: {where} cannot look for {package}: {reason}")
-    return line
-
-
-def _ask_interpreter(python: str, package: str, python_path: str | None) -> tuple[int, str, str]:
-    own = {} if python_path is None else {"PYTHONPATH": python_path}
-    command = [python, "-c", ONLY_INSTALLED + INSTALLED_CODE, package]
-    try:
-        done = subprocess.run(
-            command,
-            env=foreign_environment(own),
-            capture_output=True,
-            text=True,
-            timeout=VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
-    return done.returncode, (done.stdout.strip().splitlines() or [""])[-1], done.stderr
+    return msgspec.json.decode(line, type=Installed)
 
 
 def check_port(port: int) -> int:

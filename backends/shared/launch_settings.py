@@ -99,11 +99,10 @@ class ProcessSettings(Section):
         return self.environment
 
     @property
-    def far_side(self) -> FarSide | None:
-        """Return whom to ask about the far side; None without a prefix."""
-        if not self.prefix:
-            return None
-        return FarSide(tuple(self.prefix), self.interpreter or "", self.environment, self.ray_node)
+    def far_side(self) -> FarSide:
+        """Return whom to ask before a start: the interpreter on the far side of the prefix, or here without one."""
+        variables = tuple(sorted(self.environment.items()))
+        return FarSide(tuple(self.prefix), self.interpreter or "", variables, self.ray_node)
 
     @property
     def ray_node(self) -> str | None:

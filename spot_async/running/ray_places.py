@@ -23,7 +23,7 @@ import structlog
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.exits import SAFE_PATH
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.processes.ray_helper import ANSWER, SHELLS, Placed, Request
 from spot_async.base.tasks import alongside, while_alive
@@ -144,16 +144,13 @@ class PlacedNode:
         """Run the agent for ever. Raises `ProcessDiedError` if it ends before the trainer has begun."""
         topology = replace(self.nodes.topology, node_rank=self.node_rank)
         command = agent_command(topology, self.cluster)
-        program = FarProgram(
-            self.prefix,
-            sys.executable,
-            command,
-            {**SAFE_PATH, SECRET_VARIABLE: topology.secret.value.decode()},
-            self.cluster.heartbeat_timeout_s,
-        )
+        environment = {**SAFE_PATH, SECRET_VARIABLE: topology.secret.value.decode()}
+        place = FarPlace(self.prefix, sys.executable, self.cluster.heartbeat_timeout_s)
         name = f"node-{self.node_rank}"
         while True:
-            agent = await ChildProcess.start_far(name, program, log_path=self.logs / f"{name}.log")
+            agent = await ChildProcess.start_foreign(
+                name, command, log_path=self.logs / f"{name}.log", environment=environment, far=place
+            )
             try:
                 await agent.watch()
             except ProcessDiedError as died:

@@ -22,7 +22,7 @@ from ssh_server import ssh_server
 
 from spot_async.backends.shared.launch import free_port
 from spot_async.base.processes.child import ChildProcess
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.guard import process_tree
 from spot_async.errors import ProcessDiedError
 
@@ -54,16 +54,15 @@ def server(tmp_path):
     return write_server(tmp_path)
 
 
-def program(prefix, argv, **changes):
-    defaults = {"python": sys.executable, "environment": {}, "silence_s": 60.0}
-    return FarProgram(prefix, argv=argv, **{**defaults, **changes})
+def place(prefix, **changes):
+    return FarPlace(prefix, **{"python": sys.executable, "silence_s": 60.0, **changes})
 
 
 async def start(prefix, server, *arguments, name="server", **changes):
     """The child, the pids of the server and its workers (the server's is last), and that of the far guard."""
     argv = [sys.executable, str(server), *arguments]
     log = server.with_name(f"{name}.log")
-    child = await ChildProcess.start_far(name, program(prefix, argv, **changes), log_path=log)
+    child = await ChildProcess.start_foreign(name, argv, log_path=log, far=place(prefix, **changes))
     pids = await printed(log, DEPTH + 1)
     return child, pids, parent_of(pids[-1])
 
@@ -103,13 +102,14 @@ ORCHESTRATOR = """
 import asyncio, json, sys
 from pathlib import Path
 import spot_async.base.processes.child as processes
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.far_side import FarPlace
 
 async def main():
     server = Path(sys.argv[1])
     argv = [sys.executable, str(server), *sys.argv[3:]]
-    program = FarProgram(json.loads(sys.argv[2]), sys.executable, argv, {}, 60.0)
-    child = await processes.ChildProcess.start_far("server", program, log_path=server.with_name("server.log"))
+    place = FarPlace(json.loads(sys.argv[2]), sys.executable, 60.0)
+    log = server.with_name("server.log")
+    child = await processes.ChildProcess.start_foreign("server", argv, log_path=log, far=place)
     print(child.pid, flush=True)
     await child.watch()
 
@@ -185,15 +185,16 @@ print(json.dumps({
 
 async def test_values_arrive_as_they_are_and_secrets_on_no_command_line_and_in_no_log(prefix, tmp_path):
     secret, directory = f'it\'s "$HOME" `id`\n{uuid.uuid4()} \\ *', Path("/tmp") / f"spot-far-{uuid.uuid4().hex}"
-    far = program(
-        prefix,
-        [sys.executable, "-c", TOLD, str(directory / "flags")],
-        environment={"SECRET": secret, "KEY": "a-key-to-hide", "EMPTY": ""},
-        directory=directory,
-        files={"flags": secret},
-    )
+    far = place(prefix, directory=directory, files={"flags": secret})
     assert secret not in repr(far)
-    child = await ChildProcess.start_far("told", far, log_path=tmp_path / "log", secrets=["a-key-to-hide"])
+    child = await ChildProcess.start_foreign(
+        "told",
+        [sys.executable, "-c", TOLD, str(directory / "flags")],
+        log_path=tmp_path / "log",
+        environment={"SECRET": secret, "KEY": "a-key-to-hide", "EMPTY": ""},
+        secrets=["a-key-to-hide"],
+        far=far,
+    )
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
     told = json.loads((tmp_path / "log").read_text().splitlines()[-1])
@@ -209,7 +210,12 @@ async def test_values_arrive_as_they_are_and_secrets_on_no_command_line_and_in_n
 async def test_only_named_variables_cross_to_another_machine(ssh, tmp_path, monkeypatch):
     monkeypatch.setenv("NOT_TO_BE_PASSED", "ours")
     code = "import os; print(os.environ.get('NOT_TO_BE_PASSED'), os.environ['PASSED'])"
-    far = program(ssh, [sys.executable, "-c", code], environment={"PASSED": "theirs"})
-    child = await ChildProcess.start_far("told", far, log_path=tmp_path / "log")
+    child = await ChildProcess.start_foreign(
+        "told",
+        [sys.executable, "-c", code],
+        log_path=tmp_path / "log",
+        environment={"PASSED": "theirs"},
+        far=place(ssh),
+    )
     with pytest.raises(ProcessDiedError, match="exited with code 0: None theirs"):
         await child.watch()

@@ -344,13 +344,14 @@ def test_a_worker_or_a_server_that_is_killed_takes_all_of_it_along_and_the_pool_
 
 KILLED_BY_RAY = """
 import sys, time, ray
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.ray_helper import BETWEEN, Worker
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 worker = ray.remote(Worker).options(resources={"m1": 1}).remote({}, BETWEEN)
 number, address, pid = ray.get(worker.start.remote())
-program = FarProgram([], sys.executable, ["sh", "-c", "sleep 6001 & setsid sleep 6002 & echo; wait"], {}, silence_s=60)
-ray.get(worker.write.remote(number, program.script(1).encode()))
+sleepers = ["sh", "-c", "sleep 6001 & setsid sleep 6002 & echo; wait"]
+script = FarPlace([], sys.executable, silence_s=60).script(sleepers, {}, 1)
+ray.get(worker.write.remote(number, script.encode()))
 ray.get(worker.read.remote(number, "stdout", 1))
 print("running", flush=True)
 sys.stdin.readline()

@@ -23,7 +23,7 @@ import structlog
 from spot_async.base.files import writing
 from spot_async.base.processes import guard
 from spot_async.base.processes.exits import SAFE_PATH
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.base.processes.nursery import NURSERY, ForkedProcess
 from spot_async.base.secrets import SECRETS, pattern
@@ -47,7 +47,7 @@ OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interprete
 
 
 class ChildProcess:
-    """One running child. Made by `start`, `start_foreign` or `start_far`."""
+    """One running child. Made by `start` or `start_foreign`."""
 
     def __init__(
         self,
@@ -94,31 +94,24 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
         secrets: Collection[str] = (),
+        far: FarPlace | None = None,
     ) -> ChildProcess:
         """Start a program of others under a guard: no process of it outlives its own end, `stop` or our death.
 
         `pid` is the guard's. The program gets our environment, but keys, PYTHONPATH and PYTHONHOME only from
-        `environment`.
+        `environment`; in a `far` place it gets nothing but that. What was cut off from us there ends by itself.
         The log shows asterisks in place of `secrets`, and symbols for characters that terminals obey.
         """
+        own = dict(environment or {})
+        if far is None:
+            grace_s = FOREIGN_GRACE_S
+            guarded = [sys.executable, "-I", "-S", guard.__file__, str(grace_s), *argv]
+            own |= _given_cores(cores)
+        else:
+            grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own, and then some to kill
+            guarded, own = far.guarded(argv, own, grace_s, far_grace_s=FOREIGN_GRACE_S)
         hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
-        guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
-        own = {**(environment or {}), **hidden, **_given_cores(cores)}
-        process = await _spawn(guarded, log_path, foreign_environment(own))
-        return cls(name, process, log_path, guard_grace_s=FOREIGN_GRACE_S + GUARD_MARGIN_S)
-
-    @classmethod
-    async def start_far(
-        cls, name: str, program: FarProgram, *, log_path: Path, secrets: Collection[str] = ()
-    ) -> ChildProcess:
-        """Start a program on the far side of a prefix, with the same promises as `start_foreign`.
-
-        It gets only the environment that `program` names. What was cut off from us ends by the far guard's time-out.
-        """
-        grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own grace, and then some to kill
-        guarded, environment = program.guarded(grace_s, far_grace_s=FOREIGN_GRACE_S)
-        hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
-        process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}))
+        process = await _spawn(guarded, log_path, foreign_environment({**own, **hidden}))
         return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)
 
     @property

@@ -34,22 +34,26 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class FarProgram:
-    """A command to run on the far side, and all that it gets there."""
+class FarPlace:
+    """Where a program is to run on the far side, and the files that it gets there."""
 
     prefix: Sequence[str]
     python: str  # for the far guard
-    argv: Sequence[str]
-    environment: Mapping[str, str] = field(repr=False)
     silence_s: float  # the far guard stops the program when it hears nothing of us for so long
     directory: Path | None = None  # made there for this user alone, and removed at the end
     files: Mapping[str, str] = field(default_factory=dict, repr=False)  # to write in it, by name
 
-    def guarded(self, grace_s: float, *, far_grace_s: float) -> tuple[list[str], dict[str, str]]:
-        """Return the command line of the guard here, and the environment that it needs."""
-        return near_command(self.prefix, self.script(far_grace_s), grace_s=grace_s, beat_s=self.silence_s / BEATS)
+    def guarded(
+        self, argv: Sequence[str], environment: Mapping[str, str], grace_s: float, *, far_grace_s: float
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of the guard here, and the environment that it needs.
 
-    def script(self, grace_s: float) -> str:
+        `environment` is all that the program gets there.
+        """
+        script = self.script(argv, environment, far_grace_s)
+        return near_command(self.prefix, script, grace_s=grace_s, beat_s=self.silence_s / BEATS)
+
+    def script(self, argv: Sequence[str], environment: Mapping[str, str], grace_s: float) -> str:
         """Return what the far shell reads."""
         ours = {
             _SOURCE_VARIABLE: Path(guard.__file__).read_text(encoding="utf-8"),
@@ -63,8 +67,8 @@ class FarProgram:
                 f"(umask 077 && printf %s {_quoted(text)} > {_quoted(self.directory / name)}) || exit 1"
                 for name, text in self.files.items()
             ]
-        command = [self.python, "-I", "-S", "-c", _RUN_SOURCE, str(grace_s), *self.argv]
-        return "\n".join([*_exports({**self.environment, **ours}), *lines, f"exec {shlex.join(command)}", ""])
+        command = [self.python, "-I", "-S", "-c", _RUN_SOURCE, str(grace_s), *argv]
+        return "\n".join([*_exports({**environment, **ours}), *lines, f"exec {shlex.join(command)}", ""])
 
 
 def question(python: str, code: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
