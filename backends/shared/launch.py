@@ -20,10 +20,10 @@ import msgspec
 import structlog
 
 from spot_async.base.addresses import LOOPBACK
-from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.child import LOG_SEARCH_BYTES, ChildProcess
 from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarPlace
-from spot_async.base.processes.last_words import headline, readable
+from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import Opened, while_alive
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
@@ -265,8 +265,12 @@ class LaunchedServer(Opened):
             raise late from None
 
     def _explain(self, error: ProcessDiedError) -> None:
-        lines, errors = self._child.last_lines(LOG_LINES), self._child.earlier_errors(LOG_ERRORS, LOG_LINES)
-        error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
+        """Add the end of the log, and exceptions from further above: a cause often stands there."""
+        lines = readable(self._child.log_tail(LOG_SEARCH_BYTES))
+        said = dict.fromkeys(found for line in lines[:-LOG_LINES] if (found := error_in(line)) is not None)
+        errors = [*said][-LOG_ERRORS:]
+        shown = [*errors, *(["..."] if errors else []), *lines[-LOG_LINES:]]
+        error.add_note("\n".join(f"  {line}" for line in shown))
 
 
 def installed(settings: ProcessSettings, package: str) -> Installed:

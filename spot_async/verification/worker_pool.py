@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import structlog
 
-from spot_async.base.processes.last_words import headline, readable
+from spot_async.base.processes.last_words import headline, how_it_ended, readable
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 
 STARTUP_TIMEOUT_S = 60.0
@@ -205,9 +205,8 @@ class _Worker:
         """Wait for the process to end, and return how it did."""
         written, _ = await asyncio.gather(self._stderr.read(), self._process.wait())
         code = self._process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        reason = headline(readable(written.decode(errors="replace")))
-        return WorkerDiedError(f"verification worker (pid {self._process.pid}) {how}{reason and f': {reason}'}")
+        how = how_it_ended(code, headline(readable(written.decode(errors="replace"))))
+        return WorkerDiedError(f"verification worker (pid {self._process.pid}) {how}")
 
 
 def _note(died: Exception, in_a_row: int, most: int, what: str) -> None:

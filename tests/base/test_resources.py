@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.child import ChildProcess, log_lines
 from spot_async.base.processes.resources import (
     available_bytes,
     available_cores,
@@ -108,7 +108,7 @@ async def cores_of_child(start: Start, directory: Path, cores: Collection[int] |
     child = await start("child", [sys.executable, "-c", code], log_path=log_path, cores=cores)
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
-    return frozenset(map(int, child.last_lines(1)[0].split()))
+    return frozenset(map(int, log_lines(child.log_path, 1)[0].split()))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from spot_async.base.files import writing
 from spot_async.base.processes import guard
 from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarPlace
-from spot_async.base.processes.last_words import error_in, headline, readable
+from spot_async.base.processes.last_words import headline, how_it_ended, readable
 from spot_async.base.processes.nursery import NURSERY, ForkedProcess
 from spot_async.base.secrets import SECRETS, pattern
 from spot_async.errors import ProcessDiedError
@@ -33,7 +33,6 @@ LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier errors
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
-WAS_KILLED = "was killed by"  # says how a child ended: where others only lost their connections to it, it is the cause
 GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
 STATES = {  # of processes, as the kernel writes them
     "T": "STOPPED by a signal",
@@ -135,11 +134,7 @@ class ChildProcess:
 
     def describe_end(self, code: int, reason: str | None = None) -> str:
         """Say in one line which child ended, how, and why: by default by the line of its log that says it."""
-        if code < 0:
-            how = f"{WAS_KILLED} {signal.Signals(-code).name}"
-        else:
-            reason = reason or headline(readable(self.log_tail(LOG_SEARCH_BYTES)))
-            how = f"exited with code {code}: {reason}" if reason else f"exited with code {code}"
+        how = how_it_ended(code, reason or headline(readable(self.log_tail(LOG_SEARCH_BYTES))))
         return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
     def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
@@ -147,16 +142,6 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             return _tail(self.log_path, size)
         return ""
-
-    def last_lines(self, count: int) -> list[str]:
-        """Return the log's last `count` lines that are not empty, without terminal colours and old progress bars."""
-        return readable(self.log_tail())[-count:]
-
-    def earlier_errors(self, count: int, before: int) -> list[str]:
-        """Return the messages of exceptions above the last lines, each once. A cause often stands far above."""
-        lines = readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
-        said = dict.fromkeys(error for line in lines if (error := error_in(line)) is not None)
-        return [*said][-count:]
 
     async def stop(self, grace_s: float | None = None) -> None:
         """End the child and everything below it; return when it is gone. Idempotent."""
@@ -192,7 +177,7 @@ class ChildProcess:
 
 
 def log_lines(path: Path, count: int) -> list[str]:
-    """Return a log's last `count` lines that are not empty, as `ChildProcess.last_lines`. Raises OSError."""
+    """Return a log's last `count` lines, as `readable` does. Raises OSError."""
     return readable(_tail(path, LOG_TAIL_BYTES))[-count:]
 
 

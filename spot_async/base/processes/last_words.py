@@ -6,8 +6,10 @@ Interpreters and libraries write more after it: warnings, leaked resources, trac
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Sequence
 
+WAS_KILLED = "was killed by"
 LINE_CHARACTERS = 300
 LAST_WORDS = 5  # lines at the end, but for the above, that are searched for an error
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -16,6 +18,16 @@ _ERROR = re.compile(r"(?:^|[\])]:? )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(
 _ASIDE = re.compile(r"\b\w*(?:Warning|WARNING)\b|^(?:\([^)]*\) )?(?:INFO|DEBUG)\b|\bresource_tracker\b")
 _TRACE = "Traceback (most recent call last):"
 _IGNORED = re.compile(r"Exception ignored in")  # a trace follows of what ended nothing
+
+
+def how_it_ended(code: int, reason: str) -> str:
+    """Say how a program ended: by a signal, which a code below 0 is, or by itself, for a reason that it may have said.
+
+    Where other programs only lost their connections to a killed one, it is the cause.
+    """
+    if code < 0:
+        return f"{WAS_KILLED} {signal.Signals(-code).name}"
+    return f"exited with code {code}: {reason}" if reason else f"exited with code {code}"
 
 
 def readable(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Self
 import structlog
 
 from spot_async.base.connection_room import listening_at
-from spot_async.base.processes.child import WAS_KILLED
+from spot_async.base.processes.last_words import WAS_KILLED
 from spot_async.base.text import counted
 from spot_async.config import Config
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
@@ -139,9 +139,7 @@ class JoinedNodes:
         """End what is left of this round on the other nodes."""
         for node in self._at_work:
             self._members[node].send(Stop(self._round))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S), self._changed:
-                await self._changed.wait_for(lambda: not self._at_work)
+        await self._until(lambda: not self._at_work, STOP_TIMEOUT_S)
         self._at_work.clear()
 
     async def watch(self, own: Callable[[], Awaitable[None]]) -> None:
@@ -152,12 +150,9 @@ class JoinedNodes:
         """
         async with asyncio.TaskGroup() as group:
             here = group.create_task(self._hear(own), name="watch")
-            async with self._changed:
-                await self._changed.wait_for(lambda: here.done() or bool(self._faults))
+            await self._until(lambda: here.done() or bool(self._faults))
             if self._faults:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(REASONS_S), self._changed:
-                        await self._changed.wait_for(lambda: len(self._faults) == self.topology.nodes)
+                await self._until(lambda: len(self._faults) == self.topology.nodes, REASONS_S)
             here.cancel()
         if self._faults:
             raise ProcessDiedError(cause(self._faults).words)
@@ -197,15 +192,12 @@ class JoinedNodes:
             return
         self._say(f"waiting for {_nodes(self._missing)}")
         timeout_s = self._cluster.join_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: not self._missing or (is_first and self._refusal is not None))
-        except TimeoutError:
+        if not await self._until(lambda: not self._missing or (is_first and self._refusal is not None), timeout_s):
             came = f"; one came that cannot join: {self._refusal}" if self._refusal else ""
             raise TrainerError(
                 f"{_nodes(self._missing)} of {self.topology.nodes} did not come to {self._place} within "
                 f"cluster.join_timeout_s={timeout_s:g}{came}"
-            ) from None
+            )
         if self._missing and self._refusal is not None:
             raise ConfigError(self._refusal)
 
@@ -256,17 +248,13 @@ class JoinedNodes:
         structlog.get_logger().warning("node refused", address=connection.peer, reason=reason)
         connection.send(Refused(reason))
         if is_ours:
-            async with self._changed:
-                self._refusal = reason
-                self._changed.notify_all()
+            self._refusal = reason
+            await self._notify()
         return False
 
     async def _is_free(self, node: int) -> bool:
         """Return whether a node's place is free. A node that has just come back need not be missed yet."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._cluster.heartbeat_timeout_s), self._changed:
-                await self._changed.wait_for(lambda: node not in self._members)
-        return node not in self._members
+        return await self._until(lambda: node not in self._members, self._cluster.heartbeat_timeout_s)
 
     async def _listen(self, node: int, connection: Connection[FromNode]) -> None:
         self._members[node] = connection
@@ -293,6 +281,13 @@ class JoinedNodes:
             self._at_work.discard(node)
             self._faults[node] = fault
         await self._notify()
+
+    async def _until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until something is so. Return whether it is, which it may not be after the time-out."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(is_so)
+        return is_so()
 
     async def _notify(self) -> None:
         async with self._changed:
