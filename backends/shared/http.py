@@ -168,11 +168,10 @@ class HttpEndpoint(Opened):
         largest: int = ANSWER_BYTES,
         turn: Turn | None = None,
     ) -> None:
-        method, path, body, _ = question
         if self._session.closed:  # for example, a lost replica is being entered again; another replica may answer
-            raise TransientError(f"{self.name}{path}: the connection to this server was closed")
+            raise TransientError(f"{self.name}{question.path}: the connection to this server was closed")
         self.traffic.requests += 1
-        self.traffic.sent_bytes += len(body or b"")
+        self.traffic.sent_bytes += len(question.body or b"")
         status: int | None = None
         try:
             async with asyncio.timeout_at(deadline):
@@ -184,51 +183,51 @@ class HttpEndpoint(Opened):
                         content = await _refusal(response)
                     finally:
                         self.traffic.received_bytes += response.content.total_bytes
-        except BadBodyError as failure:
-            poisoned = f"{self.name}{path}: cannot read the reply: {failure}"
-            raise with_exchange(
-                PoisonedReplyError(poisoned), self.exchange(method, path, body, status=status)
-            ) from None
-        except (TimeoutError, aiohttp.ClientError, OSError) as failure:
-            found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
-            words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")
-            raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
+        except (BadBodyError, TimeoutError, aiohttp.ClientError, OSError) as failure:
+            raise self._failed(question, failure, status) from None
         # Before anything is made of the content: servers may repeat the key that they were sent.
         content = self._redacted(content)
         headers = {name.lower(): header(response, name) for name in response.headers}
-        raise with_exchange(
-            self._refusal(path, FailedReply(status, content, headers)),
-            self.exchange(method, path, body, status=status, received=content),
-        )
-
-    def _refusal(self, path: str, reply: FailedReply) -> RequestError:
-        own = self._read_error(reply.status, reply.body) if self._read_error else None
-        if own is not None:
-            return own
-        found = classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
-        # Advice names headers, in which a server may send any bytes.
-        words = self._redacted(f"{found}{self.through}".encode(errors="replace")).decode(errors="replace")
-        return found.reworded(words)
+        raise self._failed(question, FailedReply(status, content, headers), status, content)
 
     @contextlib.contextmanager
     def reading(self, method: str, path: str, sent: bytes | None, reply: bytes | bytearray) -> Iterator[None]:
         """Turn errors of reading a reply into request errors that name the server and have the exchange."""
         try:
             yield
-        except RequestError as failure:  # some name the server already
-            nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
+        except RequestError as failure:
+            raise self._failed(_Question(method, path, sent), failure, received=bytes(reply)) from None
+        except UNREADABLE as failure:
+            raise self._failed(_Question(method, path, sent), failure, received=bytes(reply)) from failure
+
+    def _failed(
+        self, question: _Question, failure: FailedReply | Exception, status: int | None = 200, received: bytes = b""
+    ) -> RequestError:
+        """Return the error of a request that failed, or whose reply cannot be read, with the exchange.
+
+        Raise it directly. In a variable the error and its trace would refer to each other, and would keep a whole reply
+        in memory until the next garbage collection.
+        """
+        error = self._error_of(f"{self.name}{question.path}", failure)
+        error.exchange = self.exchange(question.method, question.path, question.body, status=status, received=received)
+        return error
+
+    def _error_of(self, request: str, failure: FailedReply | Exception) -> RequestError:
+        if isinstance(failure, RequestError):  # some name the server already
+            is_nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
                 failure, ServerRestartedError
             )
-            raise with_exchange(
-                failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure,
-                self.exchange(method, path, sent, received=bytes(reply)),
-            ) from None
-        except UNREADABLE as failure:
-            unreadable = classify(f"{self.name}{path}", failure)
-            raise with_exchange(
-                unreadable.reworded(f"{unreadable}{self.through}"),
-                self.exchange(method, path, sent, received=bytes(reply)),
-            ) from failure
+            return failure.reworded(f"{request}: {failure}") if is_nameless else failure
+        if isinstance(failure, BadBodyError):
+            return PoisonedReplyError(f"{request}: cannot read the reply: {failure}")
+        if isinstance(failure, FailedReply) and self._read_error is not None:
+            own = self._read_error(failure.status, failure.body)
+            if own is not None:
+                return own
+        found = classify(request, failure, has_answered=self._has_answered, now_s=time.time(), access=self._access)
+        # Advice names headers, in which a server may send any bytes.
+        words = self._redacted(f"{found}{self.through}".encode(errors="replace")).decode(errors="replace")
+        return found.reworded(words)
 
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""
@@ -322,16 +321,6 @@ def _session(route: Route) -> aiohttp.ClientSession:
         auto_decompress=False,
         read_bufsize=UNREAD_BYTES,
     )
-
-
-def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:
-    """Return the error with the exchange attached.
-
-    Raise the result directly. In a variable the error and its trace would refer to each other, and would keep a whole
-    reply in memory until the next garbage collection.
-    """
-    error.exchange = exchange
-    return error
 
 
 def _stated_digest(said: str) -> bytes | None:

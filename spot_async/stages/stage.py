@@ -254,26 +254,7 @@ class Stage(Generic[S]):
         self._askers[priority[0]] += 1
         try:
             await self._room.enter(pending)
-            outcome = "cancelled"
-            try:
-                while True:
-                    try:
-                        result = await self._attempt(pending, request, work)
-                        break
-                    except RequestError as error:
-                        delay_s = self._note_failure(pending, error)
-                        if delay_s is None:
-                            raise
-                    self.counters.retried += 1
-                    pending.replica = None
-                    await asyncio.sleep(delay_s)
-                outcome = "done"
-            except RequestError as error:
-                self.counters.failed += 1
-                outcome = type(error).__name__
-                raise
-            finally:
-                self._note_end(pending, outcome)
+            result = await self._answered(pending, request, work)
         finally:
             self._close(pending)
         self.counters.completed += 1
@@ -317,6 +298,29 @@ class Stage(Generic[S]):
         self._free_slot()
         self.counters.ended += 1
         self.counters.busy_s += ended_s - started_s
+
+    async def _answered(
+        self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
+    ) -> T:
+        """Make attempts until one gives a result, or none is left. Note how that ended, and free the slot."""
+        outcome = "cancelled"
+        try:
+            while True:
+                try:
+                    result = await self._attempt(pending, request, work)
+                    outcome = "done"
+                    return result
+                except RequestError as error:
+                    delay_s = self._note_failure(pending, error)
+                    if delay_s is None:
+                        self.counters.failed += 1
+                        outcome = type(error).__name__
+                        raise
+                self.counters.retried += 1
+                pending.replica = None
+                await asyncio.sleep(delay_s)
+        finally:
+            self._note_end(pending, outcome)
 
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
