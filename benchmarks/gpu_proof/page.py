@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpu_proof.experiments import EXPERIMENTS, Experiment, Part
 from gpu_proof.machine import Machine
-
-if TYPE_CHECKING:
-    from gpu_proof.place import Row
-    from gpu_proof.running import Result
+from gpu_proof.place import Result, Row
 
 
 def page(results: Mapping[str, Result], machine: Machine) -> str:

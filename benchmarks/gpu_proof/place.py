@@ -1,16 +1,18 @@
-"""Where an experiment's part runs: the device, the sizes of models, and directories."""
+"""Where an experiment's part runs, and what became of it: the device, the sizes of models, directories, and rows."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # One row of a part's results: what was measured, and its figures by name.
 Row = dict[str, Any]
 Rows = Iterator[Row]
 
 
+State = Literal["done", "failed", "cut short", "stopped", "skipped"]
 SHAPES = ("tiny", "0.6b", "1.7b", "4b")
 
 
@@ -46,3 +48,17 @@ class Place(NamedTuple):
             if not (directory / size).exists():
                 (directory / size).symlink_to(kept)
         return directory
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a part."""
+
+    state: State
+    reason: str = ""  # why it has no rows, or not all
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    date: str = ""
+    device: str = ""
+    shape: str = ""
+    machine: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -19,19 +19,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 from gpu_proof.experiments import EXPERIMENTS, ORDER, Part
 from gpu_proof.machine import Machine
 from gpu_proof.page import page
-from gpu_proof.place import Place, Row
+from gpu_proof.place import Place, Result
 
 BENCHMARKS = Path(__file__).parents[1]
 RESULTS, PAGE = "gpu-proof.json", "gpu-proof.md"
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 SHORTEST_S = 20.0  # no part begins with less time left: torch alone takes seconds to start
-
-State = Literal["done", "failed", "cut short", "stopped", "skipped"]
 
 
 class Stopped(BaseException):
@@ -39,20 +36,6 @@ class Stopped(BaseException):
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-@dataclasses.dataclass
-class Result:
-    """What became of a part."""
-
-    state: State
-    reason: str = ""  # why it has no rows, or not all
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    date: str = ""
-    device: str = ""
-    shape: str = ""
-    machine: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Results:

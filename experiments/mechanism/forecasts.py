@@ -3,12 +3,14 @@
 `spot-async forecast` made them: it computed from probes of the untrained student what SPOT would gain. Its gain was too
 high in 11 of 11 rows, and it is gone. What is measured before a run today is `spot-async check --slope`'s. A file is of
 a setting, or of one of its rows, which were computed from the setting's measurement and are kept without it. Only what
-the tables need is read.
+the tables need is read. At the end is what is drawn of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,3 +78,26 @@ def read_forecast(directory: Path, setting: str, row: str = "") -> Forecast | No
     name = f"{setting}-{row.replace(' ', '-')}" if row else setting
     path = directory / "forecasts" / f"{name}.json"
     return msgspec.json.decode(path.read_bytes(), type=Forecast) if path.exists() else None
+
+
+class Point(NamedTuple):
+    """A forecast beside what happened: gains in value a decision over OPD, as shares, with standard errors."""
+
+    setting: str
+    row: str
+    verdict: str  # of the forecast
+    predicted: float
+    predicted_error: float
+    observed: float  # by the shares of choices, as registered
+    observed_error: float
+    accuracy: float  # gained by a response on held-out problems, over its number of decisions; exploratory
+    accuracy_error: float
+
+
+class Panel(NamedTuple):
+    """The curves of one setting, in percent, by row. Rows that are not `named` are drawn grey, without a name."""
+
+    title: str
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+    named: Collection[str]
+    forecasts: Mapping[str, tuple[float, float]]  # where a row was expected to end, and the standard error

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from forecasts import Panel, Point
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from tables import Panel, Point
 
 MARKERS = {"choice": "o", "knowledge": "s", "running-sum": "^"}
 # Text stays text, and the same curves give the same file.

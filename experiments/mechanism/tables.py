@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from forecasts import MeasuredPrompt, read_forecast
+from forecasts import MeasuredPrompt, Panel, Point, read_forecast
 from rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
@@ -26,29 +26,6 @@ COLOURS = 10
 
 Array = np.ndarray
 Record = Mapping[str, Any]
-
-
-class Point(NamedTuple):
-    """A forecast beside what happened: gains in value a decision over OPD, as shares, with standard errors."""
-
-    setting: str
-    row: str
-    verdict: str  # of the forecast
-    predicted: float
-    predicted_error: float
-    observed: float  # by the shares of choices, as registered
-    observed_error: float
-    accuracy: float  # gained by a response on held-out problems, over its number of decisions; exploratory
-    accuracy_error: float
-
-
-class Panel(NamedTuple):
-    """The curves of one setting, in percent, by row. Rows that are not `named` are drawn grey, without a name."""
-
-    title: str
-    curves: Mapping[str, Sequence[tuple[int, float]]]
-    named: Collection[str]
-    forecasts: Mapping[str, tuple[float, float]]  # where a row was expected to end, and the standard error
 
 
 class Hypothesis(NamedTuple):
