@@ -165,18 +165,9 @@ class _Summary(msgspec.Struct):
             raise ValueError("before, after and change have other tiers")
 
 
-class _Event(msgspec.Struct):
-    """The part of a line of the run's log that is read."""
-
-    event: str = ""
-    reason: str = ""
-    step: int = 0
-
-
-class FailedAttempts(msgspec.Struct):
+class FailedAttempts(msgspec.Struct, kw_only=True):
     """Attempts of one stage that failed in the same way, in or before one iteration."""
 
-    event: str = ""
     iteration: int = 0
     stage: str = ""
     failure: str = ""  # their class
@@ -186,7 +177,11 @@ class FailedAttempts(msgspec.Struct):
     reason: str = ""  # of the newest; a part may be a server's words
 
 
-E = TypeVar("E", _Event, FailedAttempts)
+class _Event(FailedAttempts, kw_only=True):
+    """The part of a line of the run's log that is read. Most events have few of the fields."""
+
+    event: str = ""
+    step: int = 0
 
 
 class RunFiles:
@@ -260,9 +255,8 @@ class RunFiles:
         if self._directory.is_in_use():
             return None
         reason = ""
-        for each in self._events(_Event):
-            if each.event in (ENDS_EARLY, STALLED, RESUMED):
-                reason = each.reason  # of a resumed part there is none so far
+        for each in self._events(ENDS_EARLY, STALLED, RESUMED):
+            reason = each.reason  # of a resumed part there is none so far
         if reason:
             return f"The run ended early: {reason}"
         return (
@@ -275,30 +269,26 @@ class RunFiles:
         said = {RESUMED: "The run was resumed", RESTARTED: "The trainer was lost, and the run continued"}
         return [
             f"{said[each.event]} after iteration {each.step}{f': {each.reason}' if each.reason else ''}"
-            for each in self._events(_Event)
-            if each.event in said
+            for each in self._events(*said)
         ]
 
     def mismatches(self) -> list[str]:
         """Return a line for each part of the run that warned of an iteration (`telemetry/failures.py`)."""
-        return [
-            f"After iteration {each.step}, {each.reason}"
-            for each in self._events(_Event)
-            if each.event in (MISMATCHED, NO_ADVICE, FELL, STALE)
-        ]
+        warnings = self._events(MISMATCHED, NO_ADVICE, FELL, STALE)
+        return [f"After iteration {each.step}, {each.reason}" for each in warnings]
 
-    def failed_attempts(self) -> list[FailedAttempts]:
+    def failed_attempts(self) -> Sequence[FailedAttempts]:
         """Return the attempts that failed, in that order. A resumed run has those of iterations that it made again."""
-        failed = (each for each in self._events(FailedAttempts) if each.event == ATTEMPTS_FAILED)
-        return list(itertools.islice(failed, MAX_FAILED))
+        return list(itertools.islice(self._events(ATTEMPTS_FAILED), MAX_FAILED))
 
-    def _events(self, kind: type[E]) -> Iterator[E]:
-        """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""
-        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(kind)
+    def _events(self, *names: str) -> Iterator[_Event]:
+        """Return these events of the log. Lines that cannot be read are left out: pages need not fail for them."""
+        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(_Event)
         with contextlib.suppress(OSError):
             for line in lines_of(path):
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    yield decoder.decode(line)
+                    if (found := decoder.decode(line)).event in names:
+                        yield found
 
     def spending(self) -> list[dict[str, Any]]:
         """Return what was spent at endpoints with prices, in the rows that `telemetry/run_log.py` writes."""

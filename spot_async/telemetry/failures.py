@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from spot_async.base.events import Event
@@ -20,6 +21,7 @@ from spot_async.errors import FailureClass
 from spot_async.loop.events import IterationFinished
 from spot_async.models.precision import Precision
 from spot_async.run_directory.layout import ATTEMPTS_FAILED
+from spot_async.run_directory.reading import FailedAttempts
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.run_log import mean_metrics
@@ -48,9 +50,11 @@ class StageTally:
     newest: str = ""
 
     def __str__(self) -> str:
-        """`512 of 3,200 (16 %: HTTP 500, 502, reset)`."""
-        share = percent(self.failed.total() / self.attempts)
-        return f"{self.failed.total():,} of {self.attempts:,} ({share}: {kinds_words(self.failed)})"
+        """`512 of 3,200 (16 %: HTTP 500, 502, reset)`, without the share where nobody counted the other attempts."""
+        failed, kinds = self.failed.total(), kinds_words(self.failed)
+        if not self.attempts:
+            return f"{failed:,} ({kinds})"
+        return f"{failed:,} of {self.attempts:,} ({percent(failed / self.attempts)}: {kinds})"
 
 
 class Tally:
@@ -75,15 +79,6 @@ class Tally:
         return ", ".join(f"{name} {each}" for name, each in self.stages.items() if each.failed)
 
 
-@dataclass
-class _Logged:
-    """Equal failures at one stage, in one iteration."""
-
-    count: int = 0
-    lost_s: float = 0.0
-    reason: str = ""
-
-
 class FailureLog:
     """The listener that adds up failed attempts. `close` it when the run ends, whatever ends it."""
 
@@ -96,14 +91,18 @@ class FailureLog:
         self._all = Tally()
         self._lately = Tally()
         self._said_s: float | None = None
-        self._to_log: dict[tuple[str, FailureClass, str], _Logged] = {}
+        self._to_log: dict[tuple[str, FailureClass, str], FailedAttempts] = {}
 
     def on(self, event: Event) -> None:
         self._all.on(event)
         self._lately.on(event)
         match event:
             case AttemptFailed():
-                logged = self._to_log.setdefault((event.stage, event.failure, event.brief), _Logged())
+                same = event.stage, event.failure, event.brief
+                if same not in self._to_log:
+                    stage, failure, brief = same
+                    self._to_log[same] = FailedAttempts(stage=stage, failure=failure, brief=brief)
+                logged = self._to_log[same]
                 logged.count += 1
                 logged.lost_s += event.lost_s
                 logged.reason = event.reason
@@ -128,17 +127,9 @@ class FailureLog:
             self._say(f"attempts that failed in all: {failed}")
 
     def _write(self) -> None:
-        for (stage, failure, brief), each in self._to_log.items():
-            structlog.get_logger().info(
-                ATTEMPTS_FAILED,
-                iteration=self._iteration,
-                stage=stage,
-                failure=failure.value,
-                brief=brief,
-                count=each.count,
-                lost_s=each.lost_s,
-                reason=each.reason,
-            )
+        for each in self._to_log.values():
+            each.iteration = self._iteration
+            structlog.get_logger().info(ATTEMPTS_FAILED, **msgspec.structs.asdict(each))
         self._to_log.clear()
 
 

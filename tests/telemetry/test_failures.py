@@ -300,8 +300,8 @@ def test_a_report_names_failures_by_stage_class_and_iteration_with_their_reasons
     report = read_report(files)
     assert "41 % of the score attempts failed (HTTP 500)" in report.bottleneck.sentence
     page = report_page(report)
-    assert "score 41 of 100 (41 %), evaluation 1" in page
-    assert report.failures == ("score: 41 of 100 (41 %), HTTP 500", "evaluation: 1, no answer in time")
+    assert "score 41 of 100 (41 %: HTTP 500), evaluation 1 (no answer in time)" in page
+    assert report.failures == ("score: 41 of 100 (41 %: HTTP 500)", "evaluation: 1 (no answer in time)")
     assert "<td>transient</td><td>HTTP 500</td><td>41</td><td>1</td>" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;�xxx" in page
     assert "<script>alert" not in page

@@ -15,11 +15,13 @@ from markupsafe import Markup
 
 from spot_async.base.text import rough_time, visible
 from spot_async.config import model_sections
+from spot_async.errors import FailureClass
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.run_spending import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
+from spot_async.telemetry.failures import kinds_words
 from spot_async.telemetry.outcome_slope import outcome_words
 from spot_async.telemetry.totals import (
     RELATIVE_BINS,
@@ -37,12 +39,11 @@ from spot_async.telemetry.totals import (
 )
 from spot_async.tools.inspect.held_out import HeldOut, ResultTable, figures_of, held_out, result_table
 from spot_async.tools.inspect.troubles import (
-    failures_by_stage,
     failures_section,
-    failures_words,
     missing_signal,
     staleness_section,
     staleness_words,
+    tallies,
     troubles_at,
 )
 from spot_async.tools.inspect.view import PolicySettings
@@ -99,6 +100,9 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
     before, after = figures_of(files, "before"), figures_of(files, "after")
     evaluated = held_out(rows, config, before, after)
     failed = files.failed_attempts()
+    # Throttled attempts have a verdict of their own.
+    others = tallies(each for each in failed if each.failure != FailureClass.THROTTLED)
+    words = {stage: kinds_words(tally.failed) for stage, tally in others.items()}
     results = result_table(summary, config, after or before)
     sections = (
         learning_section(rows, evaluated),
@@ -118,8 +122,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
-        bottleneck=judge(run_times(rows, config, files.cores, failures_by_stage(failed))),
-        failures=tuple(failures_words(failed, rows)),
+        bottleneck=judge(run_times(rows, config, files.cores, words)),
+        failures=tuple(visible(f"{stage}: {each}") for stage, each in tallies(failed, rows).items()),
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),

@@ -6,20 +6,19 @@ A reason may quote a server, so it is cut, made visible and escaped.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from spot_async.base.text import shortened, visible
 from spot_async.checks.score_rows import MOST_MASKED
-from spot_async.errors import FailureClass
 from spot_async.run_directory.reading import FailedAttempts
 from spot_async.telemetry.bottleneck import PUBLISHES, percent
-from spot_async.telemetry.failures import kinds_words
+from spot_async.telemetry.failures import StageTally
 from spot_async.telemetry.totals import Rows, lag_shares, masked_share, total
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, lines, present, stacked
+from spot_async.tools.pages.page import Plot, Section, filled, lines, present, stacked
 from spot_async.tools.pages.series import Series, seconds
 
 REASON_CHARACTERS = 200
@@ -36,7 +35,7 @@ def failures_section(failed: Sequence[FailedAttempts], rows: Rows) -> Section:
     """Return a table of equal failures, and a plot of them by iteration; both are empty where none failed."""
     if not failed:
         return Section("Failures", ())
-    by_iteration: dict[str, Counter[int]] = defaultdict(Counter)
+    by_iteration: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for each in failed:
         by_iteration[each.stage][each.iteration] += each.count
     last = max(int(rows[-1]["iteration"]) if rows else 0, *(each.iteration for each in failed))
@@ -44,9 +43,9 @@ def failures_section(failed: Sequence[FailedAttempts], rows: Rows) -> Section:
         Series(visible(stage), [(float(i), float(counts[i])) for i in range(1, last + 1)], number)
         for number, (stage, counts) in enumerate(by_iteration.items())
     ]
-    shares = ", ".join(f"{visible(stage)} {_share(stage, counts, rows)}" for stage, counts in by_iteration.items())
+    shares = ", ".join(f"{stage} {tally}" for stage, tally in tallies(failed, rows).items())
     plots = [
-        Plot("Attempts that failed", f"{shares}. {NOTE}", _table(failed)),
+        Plot("Attempts that failed", f"{visible(shares)}. {NOTE}", _table(failed)),
         Plot("Attempts that failed, by iteration", "Of each stage.", svg.line_plot(series, from_zero=True)),
     ]
     return Section("Failures", tuple(plots))
@@ -71,30 +70,18 @@ def troubles_at(rows: Rows) -> dict[float, str]:
     return found
 
 
-def failures_words(failed: Sequence[FailedAttempts], rows: Rows) -> Iterator[str]:
-    """Yield how many attempts of each stage failed, and of what."""
-    for stage, counts in _by_stage(failed).items():
-        yield visible(f"{stage}: {_share(stage, counts, rows)}, {kinds_words(counts)}")
+def tallies(failed: Iterable[FailedAttempts], rows: Rows = ()) -> Mapping[str, StageTally]:
+    """Return the attempts of each stage of which some failed.
 
-
-def failures_by_stage(failed: Sequence[FailedAttempts]) -> Mapping[str, str]:
-    """Return what happened at each stage in words. Throttled attempts have a verdict of their own."""
-    others = (each for each in failed if each.failure != FailureClass.THROTTLED)
-    return {stage: kinds_words(counts) for stage, counts in _by_stage(others).items()}
-
-
-def _by_stage(failed: Iterable[FailedAttempts]) -> Mapping[str, Counter[str]]:
-    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    Evaluations count no requests in `rows`, so nothing says how many attempts they made.
+    """
+    found: defaultdict[str, StageTally] = defaultdict(StageTally)
     for each in failed:
-        kinds[each.stage][each.brief] += each.count
-    return kinds
-
-
-def _share(stage: str, counts: Counter[int] | Counter[str], rows: Rows) -> str:
-    """Return how many of a stage's attempts failed. Evaluations count no requests in `rows`, so they have no share."""
-    failed, answered = counts.total(), total(rows, f"stage/{stage}/requests")
-    share = f" of {failed + answered:,.0f} ({percent(failed / (failed + answered))})" if answered else ""
-    return f"{failed:,}{share}"
+        found[each.stage].failed[each.brief] += each.count
+    for stage, tally in found.items():
+        if answered := int(total(rows, f"stage/{stage}/requests")):
+            tally.attempts = answered + tally.failed.total()
+    return found
 
 
 def _table(failed: Sequence[FailedAttempts]) -> Markup:
@@ -112,13 +99,7 @@ def _table(failed: Sequence[FailedAttempts]) -> Markup:
         )
         for what, those in ordered[:ROWS_SHOWN]
     ]
-    head = Markup("").join(Markup("<th>{}</th>").format(each) for each in HEADINGS)
-    body = Markup("").join(
-        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in line))
-        for line in lines
-    )
-    scrolled = Markup('<div class="scroll" tabindex="0" role="region" aria-label="attempts that failed">{}</div>')
-    return scrolled.format(Markup("<table><tr>{}</tr>{}</table>").format(head, body))
+    return Markup(filled("table.html", name="attempts that failed", headings=HEADINGS, rows=lines))
 
 
 def _span(iterations: Sequence[int]) -> str:
