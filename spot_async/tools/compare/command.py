@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import visible
-from spot_async.config.evaluation import MACRO, MEAN_COLUMN
 from spot_async.errors import DataError
 from spot_async.telemetry.screen import shown
 from spot_async.tools.compare import tables
@@ -28,7 +27,7 @@ from spot_async.tools.compare.reading import (
     read_evaluated,
     same_measurements,
 )
-from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
+from spot_async.tools.compare.statistics import Comparison, PassCurves, compare, pass_curves
 from spot_async.tools.inspect.command import write_linked
 from spot_async.tools.inspect.report import read_report
 from spot_async.tools.pages.page import Links, address, folder_of, is_plain, write_page
@@ -69,15 +68,16 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
     took = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
     computed = [(name, compute) for name, compute in took if compute is not None]  # of training runs that are there
     notes = _notes(comparison, benchmarks, runs)
-    told = []
+    curves = pass_curves(benchmarks)
     if options.output is not None:
-        told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
+        write(options.output, comparison, curves, notes, computed)
     show(screen, comparison, notes, computed)
-    for line in told:
-        screen.print(shown(line), soft_wrap=True)
+    if options.output is not None:
+        screen.print(shown(f"written: {options.output}"), soft_wrap=True)
     if options.html is not None:
         reports = write_reports(screen, options.html, runs)
-        write_page(screen, options.html, comparison_page(comparison, runs, notes, reports), is_named=True)
+        page = comparison_page(comparison, runs, notes, reports, pass_curves=curves)
+        write_page(screen, options.html, page, is_named=True)
 
 
 def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Links:
@@ -95,31 +95,23 @@ def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Lin
 def write(
     directory: Path,
     comparison: Comparison,
-    benchmarks: Sequence[PairedBenchmark],
+    curves: Sequence[PassCurves],
     notes: Sequence[str],
     computed: Sequence[tuple[str, Compute]],
-) -> list[str]:
-    """Write all files of a comparison; return what people should be told."""
-    curves = pass_curves(benchmarks)
+) -> None:
+    """Write all files of a comparison. Raises DataError."""
     texts = {
         "comparison.md": tables.markdown(comparison, notes, compute_rows(computed)),
         "comparison.tex": tables.latex(comparison, notes),
         "comparison.csv": tables.long_csv(comparison),
         "pass_at_k.csv": tables.curves_csv(comparison.methods, curves),
-    } | {
-        f"pass-at-k-{MACRO if each.benchmark == MEAN_COLUMN else each.benchmark}.svg": tables.curves_svg(
-            comparison.methods, each
-        )
-        for each in curves
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (directory / name).write_text(text, encoding="utf-8", errors="replace")
-        earlier = sorted(path.name for path in directory.glob("pass-at-k-*") if path.name not in texts)
     except OSError as error:
         raise DataError(f"--output {directory}: cannot be written: {error.strerror}") from None
-    return [f"of an earlier comparison: {', '.join(earlier)}"] if earlier else []
 
 
 def show(

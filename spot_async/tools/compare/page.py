@@ -11,11 +11,11 @@ from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.reading import Evaluated
-from spot_async.tools.compare.statistics import Comparison
+from spot_async.tools.compare.statistics import Comparison, PassCurves
 from spot_async.tools.inspect.held_out import held_out
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Links, Plot, filled, points
-from spot_async.tools.pages.series import Format, Series, running_mean, seconds, short_number
+from spot_async.tools.pages.series import Format, Series, fine_percent, running_mean, seconds, short_number
 
 MARKS = {"best": Markup("<strong>{}</strong>"), "second": Markup("<u>{}</u>"), "": Markup("{}")}
 # Curves of training, by metric: title, and how values are written. Each is a running mean.
@@ -30,7 +30,13 @@ CURVES: tuple[tuple[str, str, Format], ...] = (
 )
 
 
-def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str], links: Links = ()) -> str:
+def comparison_page(
+    comparison: Comparison,
+    runs: Sequence[Evaluated],
+    notes: Sequence[str],
+    links: Links = (),
+    pass_curves: Sequence[PassCurves] = (),
+) -> str:
     """Return the page, with `links` to reports. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
     whole = ("", headings, [[visible(name), *cells] for name, *cells in tables.ranked_rows(comparison, MARKS)])
@@ -39,8 +45,24 @@ def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Se
         tables=[whole, *tables.difference_tables(comparison)],
         notes=[visible(each) for each in notes],
         links=links,
+        pass_plots=pass_plots(comparison.methods, pass_curves),
         plots=curves([(run.name, files.metrics() if (files := run.trained) else []) for run in runs]),
     )
+
+
+def pass_plots(methods: Sequence[str], curves: Sequence[PassCurves]) -> list[Plot]:
+    """Return Pass@k of each benchmark at the powers of two, and at the number of responses."""
+    plots = []
+    for each in curves:
+        ks = sorted({2**i for i in range(each.samples.bit_length())} | {each.samples})
+        series = [
+            Series(visible(name), [(float(k), float(each.values[k - 1, i])) for k in ks])
+            for i, name in enumerate(methods)
+        ]
+        figure = svg.level_plot(series, x_name="k", format_y=fine_percent)
+        note = f"Unbiased, from {each.samples} responses a problem."
+        plots.append(Plot(visible(each.benchmark), note, figure))
+    return plots
 
 
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:

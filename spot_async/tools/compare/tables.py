@@ -1,4 +1,4 @@
-"""Writes a comparison as Markdown, LaTeX, CSV and curves, and its cells for the terminal. Pure.
+"""Writes a comparison as Markdown, LaTeX and CSV, and its cells for the terminal. Pure.
 
 The layout is the paper's. A row for each method has Avg@n of each benchmark and of their mean, then Pass@k likewise.
 Values are in percent; the best of a column is bold, the second underlined. Values that look the same rank the same.
@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.tools.compare.statistics import Column, Comparison, PassCurves
-from spot_async.tools.pages import svg
-from spot_async.tools.pages.series import Series
 from spot_async.types import Float64Array
 
 DECIMALS = 2
@@ -154,14 +152,6 @@ def curves_csv(methods: Sequence[str], curves: Sequence[PassCurves]) -> str:
         for method, value in zip(methods, row, strict=True)
     ]
     return _csv(("benchmark", "k", "method", "pass_at_k"), rows)
-
-
-def curves_svg(methods: Sequence[str], curves: PassCurves) -> str:
-    """Draw Pass@k of one benchmark at the powers of two, and at the number of responses, as an SVG file."""
-    ks = sorted({2**i for i in range(curves.samples.bit_length())} | {curves.samples})
-    series = [Series(name, [(float(k), float(curves.values[k - 1, i])) for k in ks]) for i, name in enumerate(methods)]
-    title = f"{curves.benchmark}: Pass@k, unbiased from {curves.samples} responses a problem"
-    return svg.level_document(series, x_name="k", title=title, format_y=lambda value: f"{100 * value:.3g}%")
 
 
 def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

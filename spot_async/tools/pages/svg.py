@@ -1,8 +1,7 @@
 """Draws small plots as inline SVG: lines, bars, stacked areas. Pure.
 
-Fonts and line widths come from the page's style sheet; files of their own have theirs in them. Everything is drawn in a
-box of 380 by 220, which pages scale a little. Series differ in colour and in dash. Exact numbers show under the
-pointer, through SVG's own `<title>`.
+Fonts and line widths come from the page's style sheet. Everything is drawn in a box of 380 by 220, which pages scale a
+little. Series differ in colour and in dash. Exact numbers show under the pointer.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ MOST_ROW_LABEL = 200
 COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
 DARK_COLOURS = ("#62aeea", "#ff9350", "#5cc48c", "#c795dd", "#d9b93b", "#a2a7ae")  # on dark screens
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
-LEGEND_TOP = HEIGHT + 18
 NOTHING: Mapping[float, str] = MappingProxyType({})
 
 
@@ -84,50 +82,9 @@ def level_plot(
     series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
 ) -> Markup:
     """Draw dots and lines over powers of two, with y from zero or below; `marked` is the x of a vertical line."""
-    drawn, marks, tips = _levels(series, x_name, marked, format_y)
-    keys = [_key(_line(each), each.name) for each in drawn if each.name]
-    return _figure(marks, tips, drawn, keys) if drawn else Markup('<p class="quiet">no data</p>')
-
-
-def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
-    """Draw `level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
-    drawn, marks, tips = _levels(series, x_name, None, format_y)
-    legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
-              + Markup('<line class="{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(_line(each))
-              + _text(24, 0, each.name, "start") + Markup("</g>") for i, each in enumerate(drawn)]  # fmt: skip
-    height = LEGEND_TOP + ROW_HEIGHT * len(drawn)
-    heading = _text((LEFT + WIDTH - RIGHT) / 2, -8, title, "middle")
-    return str(
-        Markup('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -24 {0} {1}" width="{2}" height="{3}">'
-               "<style>{4}</style>").format(WIDTH, height + 24, 2 * WIDTH, 2 * (height + 24), Markup(_document_style()))
-        + Markup("").join([heading, *marks, *map(_titled, tips), *legend]) + Markup("</svg>\n"))  # fmt: skip
-
-
-def _document_style() -> str:
-    """Return the styles of plots that pages have in their style sheets, without variables, which few programs read."""
-
-    def colours(background: str, text: str, grid: str, series: Sequence[str]) -> str:
-        strokes = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(series))
-        return (
-            f"svg{{background:{background}}}.dot{{fill:{background}}}text{{fill:{text}}}.grid{{stroke:{grid}}}{strokes}"
-        )
-
-    dashes = "".join(f".line.d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
-    return (
-        "svg{font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}"
-        ".grid{stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill-opacity:0}.dot{stroke-dasharray:none!important}"
-        f"{dashes}{colours('#fff', '#5d6167', '#d9dbde', COLOURS)}"
-        f"@media (prefers-color-scheme:dark){{{colours('#1c1e21', '#a2a7ae', '#34373c', DARK_COLOURS)}}}"
-    )
-
-
-def _levels(
-    series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
-) -> tuple[list[Series], list[Markup], list[Tip]]:
-    """Return the series, marks and tips that `level_plot` draws; none without data."""
     drawn = drawn_series([replace(each, points=[(math.log2(x), y) for x, y in each.points]) for each in series])
     if not drawn:
-        return [], [], []
+        return Markup('<p class="quiet">no data</p>')
     low, high = extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
     ends = [end for each in drawn for _, *both in whiskers(each) for end in both]
@@ -144,7 +101,8 @@ def _levels(
         marks += [_path([point], x, y, _line(each), dots=True) for point in each.points]
     for power in range(math.ceil(low), math.floor(high) + 1):
         marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
-    return drawn, marks, _strips(drawn, x, format_y, lambda at: f"{2**at:.4g} {x_name}")
+    keys = [_key(_line(each), each.name) for each in drawn if each.name]
+    return _figure(marks, _strips(drawn, x, format_y, lambda at: f"{2**at:.4g} {x_name}"), drawn, keys)
 
 
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
@@ -297,14 +255,9 @@ def _upright(style: str, x: float, start: float, end: float) -> Markup:
         style, x, start, end)  # fmt: skip
 
 
-def _box(style: str, at: Tip, title: str = "") -> Markup:
-    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">{}</rect>').format(
-        style, at.x, at.y, at.width, at.height, title)  # fmt: skip
-
-
-def _titled(tip: Tip) -> Markup:
-    """Return a strip that a file of its own shows the text of, where the pointer is."""
-    return _box("strip", tip, Markup("<title>{}</title>").format(tip.text))
+def _box(style: str, at: Tip) -> Markup:
+    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"></rect>').format(
+        style, at.x, at.y, at.width, at.height)  # fmt: skip
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> Markup:
