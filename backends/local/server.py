@@ -50,6 +50,7 @@ class LocalServer(Server):
             run_directory / "logs" / f"{name}.log",
             reads=run_directory if settings.takes_weights(role) else None,
             cores=settings.cores,
+            start_timeout_s=settings.start_timeout_s,
         )
         super().__init__(where, assignment, api.HEALTH)
         self._settings = settings

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from spot_async.base.processes.gpus import torch_has_gpus
-from spot_async.config import OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
+from spot_async.config import OneOrMore, Place, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError
 from spot_async.serving.api import Credentials
 from spot_async.serving.settings import EngineSettings
@@ -69,7 +69,6 @@ class LocalSettings(EngineSettings, PlacedSettings):
     launch: OneOrMore[LocalLaunch] | None = Field(
         None, description="where a server is started if not on this machine; a list for several"
     )
-    start_timeout_s: PositiveFloat = Field(600.0, description="longest time that loading the model may take")
     weights: LocalWeights = Field(LocalWeights(), description="how new weights reach a student's server")
 
     @property
@@ -83,10 +82,7 @@ class LocalSettings(EngineSettings, PlacedSettings):
 
     @property
     def _places(self) -> list[str | ProcessSettings]:
-        places = super()._places or [
-            ProcessSettings(python=sys.executable, port=self.port, start_timeout_s=self.start_timeout_s)
-        ]
-        return places * self.replicas
+        return (super()._places or [ProcessSettings(python=sys.executable, port=self.port)]) * self.replicas
 
     def servers(self) -> Sequence[Self]:
         if self.is_attached or isinstance(self.launch, list):

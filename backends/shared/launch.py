@@ -25,6 +25,7 @@ from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
+from spot_async.base.retry import START_TIMEOUT_S
 from spot_async.base.tasks import Opened, while_alive
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.api import new_secret
@@ -124,6 +125,7 @@ class Assignment:
     log_path: Path
     reads: Path | None = None  # directory of ours that the server must see
     cores: frozenset[int] | None = None  # that it has to itself; None: it shares them
+    start_timeout_s: float = START_TIMEOUT_S
 
 
 MakeCommand = Callable[[Any, Path, Doorway], Command]  # given the kind's own settings, and the model's directory
@@ -253,13 +255,13 @@ class LaunchedServer(Opened):
                 await asyncio.sleep(ASK_INTERVAL_S)
 
         try:
-            async with asyncio.timeout(self._settings.start_timeout_s):
+            async with asyncio.timeout(self._assignment.start_timeout_s):
                 await self.alongside(answered())
         except TimeoutError:
-            section, log_path = self._assignment.section, self._assignment.log_path
+            given = self._assignment
             late = ProcessDiedError(
-                f"{self._name} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
-                f"({last}): raise {section}.start_timeout_s or see the log: {log_path}"
+                f"{self._name} (pid {self._child.pid}) was not ready after {given.start_timeout_s:g} s "
+                f"({last}): raise {given.role}.serving.recovery_timeout_s or see the log: {given.log_path}"
             )
             self._explain(late)
             raise late from None

@@ -184,6 +184,7 @@ class RemoteServer(Server):
             run_directory / "logs" / f"{name}.log",
             reads=settings.reads(role, run_directory),
             cores=settings.cores,
+            start_timeout_s=settings.start_timeout_s,
         )
         super().__init__(settings.where, assignment, kind.ready_path)
         self.account = settings.open_account(role) if settings.account is None else settings.account

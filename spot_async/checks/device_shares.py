@@ -207,7 +207,7 @@ def taking_turns(order: Mapping[str, frozenset[int]]) -> list[str]:
 
 def added_start_s(served: Mapping[str, ModelConfig]) -> float:
     """Return by how much a start may take longer than that of one server, since servers on a device take turns."""
-    timeouts = {name: launch.start_timeout_s for _, name, launch in _numbered(served)}
+    timeouts = {name: served[role].serving.start_timeout_s for role, name, _ in _numbered(served)}
     order = starting_order(served)
     devices = {*chain.from_iterable(order.values())}
     together = [sum(timeouts[name] for name, own in order.items() if device in own) for device in devices]

@@ -29,7 +29,6 @@ from spot_async.checks.plan_inputs import (
 from spot_async.checks.served import (
     answering,
     check_places,
-    check_recovery,
     check_roles,
     check_selves,
     offers,
@@ -189,7 +188,6 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
-    check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
     common = common_of_files(config, student)
     check_ends(common, {"student": student})

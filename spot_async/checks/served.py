@@ -13,7 +13,6 @@ from spot_async.models.files import ModelFiles
 from spot_async.models.weight_files import same_weights
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, WeightSink
 from spot_async.types import PolicyNeeds
-from spot_async.watchdog.silence import start_timeouts
 
 # Settings of a backend whose requests cost money or are counted.
 PAID_KEYS = ("prices", "budget", "token_budget", "requests_per_minute", "tokens_per_minute")
@@ -118,7 +117,6 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
     first_at: dict[str, str] = {}
     for role, model in served_models(config, needs).items():
         model.backend.check_machine(f"{role}.backend")
-        check_recovery(role, model)
         for place in filter(None, places(model)):
             if (other := first_at.setdefault(place.address, role)) == role:
                 continue
@@ -178,19 +176,6 @@ def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
         **{role: each for role, each in teachers.items() if not each.replay and answering(config)[role] == role},
         **({} if reference is None else {"reference": reference}),
     }
-
-
-def check_recovery(role: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless a server of ours that ended has time to start again before the run is given up."""
-    if all(place is not None and place.is_attached for place in places(model)):
-        return
-    start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
-    if model.serving.restarts and start_s > recovery_s:
-        raise ConfigError(
-            f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
-            f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
-            f"lower that, or set {role}.serving.restarts to 0"
-        )
 
 
 def places(model: ModelConfig) -> Sequence[Place | None]:

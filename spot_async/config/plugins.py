@@ -13,6 +13,7 @@ import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
 
 from spot_async.base import registry
+from spot_async.base.retry import START_TIMEOUT_S
 from spot_async.config.base import Section, plain_json
 from spot_async.config.suggestions import other_name
 from spot_async.config.training import LoraConfig
@@ -103,6 +104,7 @@ class BackendSettings(PluginSettings):
 
     _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
     _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
+    _start_timeout_s: float = PrivateAttr(START_TIMEOUT_S)  # how long it may take until the server answers
     _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
     _follows: bool = PrivateAttr(False)  # its servers are a teacher's that follows the student
 
@@ -130,10 +132,21 @@ class BackendSettings(PluginSettings):
         """The cores, by number, that a backend's server has to itself; None where it shares them."""
         return self._cores
 
-    def of_run(self, cores: frozenset[int] | None, account: Account | None = None) -> Self:
+    @property
+    def start_timeout_s(self) -> float:
+        """How long a backend's server may take until it answers (`ServingConfig.start_timeout_s`)."""
+        return self._start_timeout_s
+
+    def of_run(
+        self,
+        cores: frozenset[int] | None = None,
+        account: Account | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
         """Return a copy of one server's settings, with the cores that it has to itself and its role's account."""
         copy = self.charged_to(account)
         copy._cores = cores
+        copy._start_timeout_s = start_timeout_s
         return copy
 
     @property

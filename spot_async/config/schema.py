@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import pydantic
 from pydantic import Field
 
-from spot_async.base.retry import DEFAULT_ATTEMPTS
+from spot_async.base.retry import DEFAULT_ATTEMPTS, START_TIMEOUT_S
 from spot_async.config.base import (
     NonNegativeFloat,
     PositiveFloat,
@@ -100,7 +100,7 @@ class ServingConfig(Section):
     recovery_timeout_s: PositiveFloat = Field(
         600.0,
         description="longest time without any server that serves; starting one again must fit in. At the start also "
-        "the longest wait for a server at a `url`",
+        "the longest wait for a server at a `url`, and for one to start where it is more than 10 minutes",
     )
     own_cores: int = Field(
         0,
@@ -108,6 +108,11 @@ class ServingConfig(Section):
         description="for servers on the CPU: cores of this machine that each has to itself while prompts are "
         "supervised. The orchestrator and other servers share the rest; training uses all",
     )
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long one server may take until it answers, the first time and again."""
+        return max(START_TIMEOUT_S, self.recovery_timeout_s)
 
 
 class ModelConfig(Section):

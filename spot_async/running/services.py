@@ -274,9 +274,9 @@ def backend_factories(
 
         return make
 
-    own = {} if cores is None else cores.own
+    own, start_s = {} if cores is None else cores.own, model.serving.start_timeout_s
     servers = {each.server_name(role): each for each in model.backend.servers()}
-    return {name: factory(each.of_run(own.get(name), account)) for name, each in servers.items()}
+    return {name: factory(each.of_run(own.get(name), account, start_s)) for name, each in servers.items()}
 
 
 def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:

@@ -12,10 +12,10 @@ own, or a hung publish would hide behind a trainer that continues.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, get_args
+from typing import get_args
 
 from spot_async.base.retry import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config
@@ -177,7 +177,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
 
     evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
     training_s = config.training.step_timeout_s
-    start_s = max(start_timeouts(config.model_dump()), default=0.0)
+    start_s = max(each.serving.start_timeout_s for each in config.models.values())
     sleeps = any(getattr(each.backend, "sleep_while_training", False) for each in config.models.values())
     return SilenceLimits(
         supervision_s=supervision_s,
@@ -201,19 +201,3 @@ def _requests_in_a_row(needs: PolicyNeeds) -> int:
         needs.probes_per_prompt > 0,
     )
     return (sum(stages) + VERIFY_ATTEMPTS) * needs.rounds
-
-
-def start_timeouts(tree: Any) -> Iterator[float]:
-    """Return the start time-outs of everything that the run may start.
-
-    Backends all call them `start_timeout_s`, at different depths of their settings, so the whole tree is searched.
-    """
-    if isinstance(tree, Mapping):
-        for name, value in tree.items():
-            if name == "start_timeout_s" and isinstance(value, int | float):
-                yield float(value)
-            else:
-                yield from start_timeouts(value)
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            yield from start_timeouts(each)

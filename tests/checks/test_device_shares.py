@@ -26,7 +26,7 @@ from spot_async.checks.device_shares import (
     taking_turns,
     weight_bytes,
 )
-from spot_async.config import ClusterConfig, ModelConfig
+from spot_async.config import ClusterConfig, ModelConfig, ServingConfig
 from spot_async.errors import ConfigError
 from spot_async.models.footprint import GIB, WORKSPACE_GIB
 from spot_async.models.model_size import read_size
@@ -222,7 +222,7 @@ def test_who_shares_a_device_starts_in_turn_the_trainer_last(model, gpus):
     models = served(
         model,
         student=[launch(devices="0", memory_fraction=0.3), launch(devices="1", memory_fraction=0.3)],
-        teacher=launch(devices="1", memory_fraction=0.3, start_timeout_s=900.0),
+        teacher=launch(devices="1", memory_fraction=0.3),
     )
     order = starting_order(models, ranks=2)
     assert [*order] == ["student-1", "student-2", "teacher", "trainer"]
@@ -230,8 +230,9 @@ def test_who_shares_a_device_starts_in_turn_the_trainer_last(model, gpus):
         "start one after another on device 0: student-1, trainer",
         "start one after another on device 1: student-2, teacher, trainer",
     ]
-    first = models["student"].backend.servers()[0].launch.start_timeout_s
-    assert added_start_s(models) == first  # of student-2, before the teacher
+    patient = {"serving": ServingConfig(recovery_timeout_s=900.0)}
+    models["teacher"] = models["teacher"].model_copy(update=patient)
+    assert added_start_s(models) == 600.0  # of student-2, before the teacher
     assert taking_turns(starting_order(served(model, student=launch(devices="0")))) == []
 
 

@@ -420,24 +420,6 @@ def test_an_evaluation_without_a_chat_template_of_the_students_says_that_no_othe
     assert plan_training(quickstart([*changes, "evaluation=null"])).filtered == 0
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_server_that_ended_must_have_the_time_to_start_again(command):
-
-    def plan(*overrides):
-        config = quickstart(["student.backend.start_timeout_s=1800", *overrides])
-        return (
-            plan_training(config)
-            if command == "train"
-            else plan_evaluation(config, read_model("student", str(STUDENT)))
-        )
-
-    with pytest.raises(ConfigError, match=r"student\.serving\.recovery_timeout_s=600: shorter than the .*=1800"):
-        plan()
-    plan("student.serving.recovery_timeout_s=1800")
-    plan("student.serving.restarts=0")
-    plan("student.backend.url=http://127.0.0.1:9", "student.serving.recovery_timeout_s=5")  # not ours to start
-
-
 def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere_else(tmp_path):
     rows = [
         {"problem": f"a1+{i}b", "answer": i + 1, "solution": f"one {i}" * (1 + i), "type": "t", "level": "Level 1"}

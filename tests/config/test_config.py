@@ -81,6 +81,14 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "stages.score.hedge_after_s=8",
             "stages.score.hedge_after_s: unknown key; hedged requests were removed: take it out",
         ),
+        (
+            "student.backend.start_timeout_s=8",
+            "student.backend.start_timeout_s: unknown key; here it is `student.serving.recovery_timeout_s` (likewise",
+        ),
+        (
+            "teacher.backend={kind: vllm, launch: [{python: p, start_timeout_s: 8}]}",
+            "teacher.backend.launch.0.start_timeout_s: unknown key; here it is `student.serving.recovery_timeout_s`",
+        ),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

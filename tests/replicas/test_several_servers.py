@@ -12,7 +12,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.checks.served import check_places
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, ServingConfig
 from spot_async.config.loading import dump_yaml, load_config, validate_as
 from spot_async.errors import ConfigError
 from spot_async.running.services import backend_factories
@@ -121,13 +121,16 @@ def test_every_server_of_a_role_has_a_place_that_no_student_has() -> None:
 
 
 def test_each_server_has_a_backend_of_its_own_under_a_name_of_its_own(tmp_path: Path) -> None:
-    model = validate_as(ModelConfig, {"model": "/no/model", "backend": {"kind": "local", "replicas": 3}})
+    three = {"model": "/no/model", "backend": {"kind": "local", "replicas": 3}}
+    model = validate_as(ModelConfig, {**three, "serving": {"recovery_timeout_s": 1800.0}})
     factories = backend_factories(model, "teacher", tmp_path)
     assert list(factories) == ["teacher-1", "teacher-2", "teacher-3"]
     one = factories["teacher-2"]()
     assert isinstance(one, LocalBackend)
     assert one is not factories["teacher-2"]()
     assert one._server._assignment.log_path == tmp_path / "logs" / "teacher-2.log"
+    assert one._server._assignment.start_timeout_s == 1800.0
+    assert ServingConfig(recovery_timeout_s=5.0).start_timeout_s == 600.0, "a first start has its ten minutes"
     alone = model.model_copy(update={"backend": LocalBackend.Settings()})
     assert list(backend_factories(alone, "teacher", tmp_path)) == ["teacher"]
 

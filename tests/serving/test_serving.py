@@ -420,10 +420,10 @@ async def test_a_model_that_cannot_be_served_fails_the_start_with_its_reason(
 async def test_a_start_that_takes_too_long_is_ended(
     model_directory: Path, tmp_path: Path, short_temporary_directory: Path
 ) -> None:
-    settings = LocalBackend.Settings(start_timeout_s=0.05)
+    settings = LocalBackend.Settings().of_run(start_timeout_s=0.05)
     backend = LocalBackend(settings, role="student", model=str(model_directory), run_directory=tmp_path)
     with pytest.raises(
-        ProcessDiedError, match=r"was not ready after 0\.05 s .*: raise student\.backend\.start_timeout_s"
+        ProcessDiedError, match=r"was not ready after 0\.05 s .*: raise student\.serving\.recovery_timeout_s"
     ):
         await backend.__aenter__()
     assert is_empty(short_temporary_directory)
