@@ -20,8 +20,7 @@ from report import show
 
 from spot_async.types import Problem, Verdict
 from spot_async.verification import MathMatch
-
-LIMIT_BYTES = 2 << 30
+from spot_async.verification.math_verify import MEMORY_LIMIT_BYTES
 
 
 class HostileAnswer(NamedTuple):
@@ -144,7 +143,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=5.0)
     parser.add_argument("--deadline-s", type=float, default=60.0, help="of one answer, the start of a worker included")
     chosen = parser.parse_args()
-    settings = MathMatch.Settings(workers=chosen.workers, timeout_s=chosen.timeout_s, memory_limit_bytes=LIMIT_BYTES)
+    settings = MathMatch.Settings(workers=chosen.workers, timeout_s=chosen.timeout_s)
     start = time.perf_counter()
     outcomes, largest = asyncio.run(judge_all(settings, chosen.deadline_s))
     wall_s = time.perf_counter() - start
@@ -167,7 +166,7 @@ def main() -> None:
             f"parent {resident_bytes(os.getpid()) / (1 << 20):.0f} MiB"
         ],
     )
-    if late or left or largest > LIMIT_BYTES:
+    if late or left or largest > MEMORY_LIMIT_BYTES:
         raise SystemExit(1)
 
 

@@ -39,7 +39,8 @@ from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
-_MIB = 1 << 20
+MEMORY_LIMIT_BYTES = 2 << 30  # address space of a worker: a comparison that needs more is none that counts
+CACHE_ENTRIES = 65536  # outcomes that are remembered, by (gold, answer)
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
 _BARE_FUNCTION = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTIONS})(?![A-Za-z])")
 
@@ -49,13 +50,11 @@ class MathVerify(Opened):
 
     class Settings(PluginSettings):
         READS_BOX = True
-        WITHOUT_EFFECT = frozenset({"workers", "cache_entries"})
+        WITHOUT_EFFECT = frozenset({"workers"})
 
         kind: str = "math_verify"
         workers: PositiveInt = Field(2, description="worker processes, started as they are needed")
         timeout_s: PositiveFloat = Field(5.0, description="longest time one comparison may take before it is killed")
-        memory_limit_bytes: int = Field(2 << 30, ge=256 * _MIB, description="address space of one worker process")
-        cache_entries: PositiveInt = Field(65536, description="outcomes remembered by (gold, answer)")
         relative_tolerance: NonNegativeFloat = Field(
             0.0,
             lt=1,
@@ -69,7 +68,7 @@ class MathVerify(Opened):
         """Make a verifier that starts nothing yet. The `pool` of another one is not its to open."""
         self.settings = settings
         # -P keeps this directory off the module path, since it also holds a math_verify.
-        command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
+        command = (sys.executable, "-P", str(_WORKER), str(MEMORY_LIMIT_BYTES))
         self._pool = pool or WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
         self._outcomes: OrderedDict[tuple[str, str | None], bool] = OrderedDict()
@@ -127,7 +126,7 @@ class MathVerify(Opened):
         except WorkerDiedError:
             return Verdict.ERROR
         self._outcomes[asked] = is_equal = bool(reply["equal"])
-        if len(self._outcomes) > self.settings.cache_entries:
+        if len(self._outcomes) > CACHE_ENTRIES:
             self._outcomes.popitem(last=False)
         return is_equal
 

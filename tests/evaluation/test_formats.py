@@ -235,7 +235,7 @@ def test_what_a_benchmark_changes_of_the_preset_is_noted_and_what_only_sets_the_
         max_response_tokens=8192,
         verifier="math_verify",
         benchmarks={
-            "pace": {**one, "verifier": {"kind": "math_verify", "workers": 7, "cache_entries": 9}, "samples": 8},
+            "pace": {**one, "verifier": {"kind": "math_verify", "workers": 7}, "samples": 8},
             "other": {**one, "samples": 2, "instruction": "Go", "verifier": TOLERANT},
         },
     )

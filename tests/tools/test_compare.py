@@ -302,6 +302,8 @@ def test_every_setting_that_decides_a_compared_benchmark_and_differs_is_said_and
     assert "A.verifier.kind, evaluation.benchmarks.B.verifier.kind is boxed_match for a and m for b" in shown(
         f"a={one}", f"b={run('m', 'm')}", *names
     )
+    limited = {"evaluation.benchmarks.A.verifier": {"kind": "boxed_match", "memory_limit_bytes": 2 << 30}}
+    assert "evaluated differently" not in shown(f"a={one}", f"b={run('before', 'boxed_match', **limited)}", *names)
 
 
 def test_what_is_special_about_a_benchmark_is_said_once_or_of_the_run_it_holds_for(tmp_path):

@@ -393,10 +393,11 @@ def address_space_limits(pid: int) -> list[str]:
 
 
 @needs_proc
-async def test_a_worker_has_a_memory_limit() -> None:
+async def test_a_worker_has_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 256 << 20
+    monkeypatch.setattr("spot_async.verification.math_verify.MEMORY_LIMIT_BYTES", limit)
     before = children()
-    async with math_verify(workers=1, memory_limit_bytes=limit, timeout_s=20.0) as judge:
+    async with math_verify(workers=1, timeout_s=20.0) as judge:
         (pid,) = children() - before
         assert address_space_limits(pid) == [str(limit), str(limit)]
         # 125 MB a number and twice that to square it: out of memory, which is no verdict CORRECT and harms nobody else

@@ -570,7 +570,8 @@ class ScriptedPool:
 
 
 async def test_outcomes_are_remembered_but_missing_evidence_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    verifier = MathVerify(MathVerify.Settings(cache_entries=2))
+    monkeypatch.setattr("spot_async.verification.math_verify.CACHE_ENTRIES", 2)
+    verifier = MathVerify(MathVerify.Settings())
     right, wrong = {"equal": True}, {"equal": False}
     pool = ScriptedPool(TimeoutError(), WorkerDiedError("gone"), right, wrong, wrong, wrong)
     monkeypatch.setattr(verifier, "_pool", pool)
