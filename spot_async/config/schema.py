@@ -301,10 +301,7 @@ class StagesConfig(Section):
 class WandbConfig(Section):
     """A run of Weights & Biases. The key comes from `wandb login` or the environment, never from here."""
 
-    project: str = Field(description="project that the run belongs to")
-    entity: str | None = Field(None, description="team or user; default: the account's own")
-    name: str | None = Field(None, description="name of the run; default: that of the run directory")
-    mode: Literal["online", "offline"] = Field("online", description="offline writes to the run directory only")
+    project: str = Field(description="project that the run belongs to; W&B reads WANDB_ENTITY, WANDB_MODE and the like")
 
 
 class TelemetryConfig(Section):

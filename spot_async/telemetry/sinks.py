@@ -19,6 +19,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from spot_async.base.files import read_bounded
 from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
@@ -143,17 +145,18 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
             wandb.setup(settings)
         run = wandb.init(
             project=config.project,
-            entity=config.entity,
-            name=config.name or directory.name,
+            name=os.environ.get("WANDB_NAME") or directory.name,
             id=read_bounded(id_file, MAX_ID_BYTES).decode(),
             resume="allow",
-            mode=config.mode,
             dir=str(directory),
             config=run_config,
             settings=settings,
         )
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-        raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
+        raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set WANDB_MODE=offline)") from None
+    except ValidationError as error:  # of W&B's own variables
+        wrong = error.errors()[0]
+        raise ConfigError(f"telemetry.wandb: WANDB_{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
 
     run.define_metric(EVALUATION_ITERATION)
     run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_ITERATION)

@@ -151,9 +151,7 @@ async def test_a_server_that_cannot_start_is_given_up_at_once_with_the_end_of_it
 
 
 async def test_a_server_that_never_answers_is_given_up_and_stopped_after_its_time(tmp_path):
-    with pytest.raises(
-        ProcessDiedError, match=r"not ready after 1 s .*raise student\.serving\.recovery_timeout_s"
-    ):
+    with pytest.raises(ProcessDiedError, match=r"not ready after 1 s .*raise student\.serving\.recovery_timeout_s"):
         await server(tmp_path, hang, start_timeout_s=1.0).__aenter__()
 
 

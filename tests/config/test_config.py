@@ -90,6 +90,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "teacher.backend.launch.0.start_timeout_s: unknown key; here it is `student.serving.recovery_timeout_s`",
         ),
         ("evaluation.verifier={kind: math_verify, cache_entries: 8}", "65,536 outcomes are remembered: take it out"),
+        (
+            "telemetry.wandb={project: p, mode: offline}",
+            "telemetry.wandb.mode: unknown key; W&B's own variables say it: WANDB_ENTITY, WANDB_NAME, WANDB_MODE",
+        ),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

@@ -60,6 +60,13 @@ METRICS = {"rollout/accuracy": 0.25, "evaluation/avg@8": 0.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
+def wandb_offline():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def prompt_ends():
     """Python's servers look twice a second whether they are to end: here, a hundred times."""
     with pytest.MonkeyPatch.context() as patch:
@@ -501,7 +508,7 @@ def test_tensorboard_shows_held_out_figures_at_the_iteration_whose_weights_were_
 
 @pytest.mark.long
 def test_wandb_draws_held_out_figures_over_the_iteration_whose_weights_were_measured(tmp_path):
-    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path) as (sink,):
+    with open_sinks(config(wandb={"project": "p"}), tmp_path) as (sink,):
         write_asynchronous_run(sink)
     (directory,) = tmp_path.glob("wandb/offline-run-*")
     records = wandb_run_records(directory)
@@ -517,7 +524,7 @@ def test_wandb_draws_held_out_figures_over_the_iteration_whose_weights_were_meas
 
 
 def test_wandb_gets_the_last_evaluation_where_the_last_row_has_one_of_earlier_weights(tmp_path):
-    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path) as (sink,):
+    with open_sinks(config(wandb={"project": "p"}), tmp_path) as (sink,):
         sink.write(2, {"loss": 2.0, "evaluation/iteration": 1.0, **LATE})
         sink.conclude(2, AFTER)
     (directory,) = tmp_path.glob("wandb/offline-run-*")
@@ -560,7 +567,7 @@ def test_tensorboard_itself_shows_each_iteration_once(event_files):
 
 
 def test_wandb_goes_on_with_its_run_and_has_each_iteration_once(tmp_path):
-    wandb = {"project": "p", "mode": "offline"}
+    wandb = {"project": "p"}
     with open_sinks(config(wandb=wandb), tmp_path) as (sink,):
         write_rows(sink, 1, 2, 3, 4)
         sink.go_back(rows(1, 2))  # within one run
@@ -625,7 +632,7 @@ def write_rows(sink, *iterations):
 def test_wandb_gets_the_metrics_the_configuration_and_the_name_of_the_run(tmp_path):
     directory = tmp_path / "my-run"
     directory.mkdir()
-    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), directory) as sinks:
+    with open_sinks(config(wandb={"project": "p"}), directory) as sinks:
         sinks[0].write(7, METRICS)
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
     end = time.monotonic() + 60
@@ -640,7 +647,7 @@ def test_wandb_prints_no_trace_of_a_run_that_ends_early(tmp_path, capfd):
     """Why it does is the command's to say, in one line."""
     with (
         pytest.raises(asyncio.CancelledError),
-        open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path),
+        open_sinks(config(wandb={"project": "p"}), tmp_path),
     ):
         raise asyncio.CancelledError
     assert "".join(capfd.readouterr()) == ""
@@ -653,7 +660,7 @@ from spot_async.config import WandbConfig
 from spot_async.telemetry.side_sink import SideSink
 from spot_async.telemetry.sinks import abandon_wandb, wandb_run
 
-opened = wandb_run(WandbConfig(project="p", mode="offline"), Path(sys.argv[1]), {})
+opened = wandb_run(WandbConfig(project="p"), Path(sys.argv[1]), {})
 with SideSink("wandb", opened, print, finish_timeout_s=2.0, abandon=abandon_wandb) as sink:
     found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "wandb-core"], capture_output=True, text=True)
     helper = int(found.stdout)
@@ -680,12 +687,43 @@ def test_a_run_outlives_wandbs_helper_and_exits_without_a_trace(tmp_path, how):
     assert last.startswith("the run continued")
 
 
-def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
+@pytest.fixture
+def variables_of_wandb(monkeypatch):
+    """W&B reads them once: let it do so again for a test, and afterwards."""
+    import wandb
+
+    wandb.teardown()
+    yield monkeypatch
+    wandb.teardown()
+
+
+def test_wandbs_own_variables_say_who_and_how(tmp_path, variables_of_wandb):
+    import wandb
+
+    variables_of_wandb.setenv("WANDB_ENTITY", "a-team")
+    variables_of_wandb.setenv("WANDB_NAME", "a-name")
+    with open_sinks(config(wandb={"project": "p"}), tmp_path):
+        assert (wandb.run.entity, wandb.run.project, wandb.run.name) == ("a-team", "p", "a-name")
+    wandb.teardown()
+    variables_of_wandb.setenv("WANDB_MODE", "disabled")
+    (tmp_path / "none").mkdir()
+    with open_sinks(config(wandb={"project": "p"}), tmp_path / "none") as (sink,):
+        write_rows(sink, 1, 2)
+    assert not [*tmp_path.glob("none/wandb/*run-*")]
+    wandb.teardown()
+    variables_of_wandb.setenv("WANDB_MODE", "ofline")
+    wrong = pytest.raises(ConfigError, match=r"^telemetry\.wandb: WANDB_MODE: Input should be 'online', 'offline'")
+    with wrong, open_sinks(config(wandb={"project": "p"}), tmp_path):
+        pass
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path, variables_of_wandb, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with (
-        pytest.raises(ConfigError, match=r"telemetry.wandb: .*\(or set mode: offline\)$"),
+        pytest.raises(ConfigError, match=r"telemetry.wandb: .*\(or set WANDB_MODE=offline\)$"),
         open_sinks(config(wandb={"project": "p"}), tmp_path),
     ):
         pass
