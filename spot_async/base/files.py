@@ -8,10 +8,11 @@ At the end are the names of directories of which there is one for each step.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -134,6 +135,29 @@ def decode_json(data: bytes, kind: type[T], where: str, max_values: int = MAX_VA
         raise DataError(f"{where}: lists or objects stand too deep within each other") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{where}: {first_line(error)}") from None
+
+
+def decoded_lines(
+    path: Path, kind: type[T], start: int = 0, goes_on: Callable[[bytes], bool] = lambda line: True
+) -> Iterator[tuple[int, int, T]]:
+    """Return each line from the byte `start` on with its offset and size; none if there is no file.
+
+    A last line that was cut short is left out. It ends before the first line for which `goes_on` is false.
+    """
+    if not path.exists():
+        return
+    offset = start
+    with reading(path):
+        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path, start)), start=1):
+            where = f"{path}:{number}" if start == 0 else f"{path}, byte {offset}"
+            try:
+                value = decode_json(line, kind, where, MAX_LINE_BYTES)  # which bounds the values too
+            except DataError:
+                if line.endswith(b"\n"):
+                    raise
+            else:
+                yield offset, len(line), value
+            offset += len(line)
 
 
 def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, otherwise: str = "cannot be read") -> T:

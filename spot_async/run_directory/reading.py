@@ -1,7 +1,6 @@
 """Reads a run directory in any state: finished, still running, or killed in the middle of a line.
 
-Files grow with the run, so samples are read one line at a time. Every field that a policy may leave out has a default;
-whoever renders it decides what to do without it.
+Files grow with the run, so they are read one line at a time.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from spot_async.base.files import MAX_LINE_BYTES, decode_json, lines_of, open_regular, read_json, reading
+from spot_async.base.files import decoded_lines, lines_of, read_json
 from spot_async.config import ROLES
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
@@ -33,6 +32,7 @@ from spot_async.run_directory.layout import (
     STALLED,
     RunDirectory,
 )
+from spot_async.run_directory.samples import SAMPLES, SampleRecord, SampleTable
 from spot_async.spending.account import Spending
 from spot_async.stages.services import STAGE_SERVERS
 
@@ -48,71 +48,6 @@ MAX_FAILED = 100_000  # lines of the log about attempts that failed
 
 EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with
 EVALUATION_ITERATION = f"{EVALUATION}iteration"  # absent where it is the row's own
-
-
-class Candidate(msgspec.Struct, kw_only=True):
-    """One teacher candidate of a probed position, and what probing it showed."""
-
-    token_id: int
-    token: str = ""
-    prior: float | None = None  # the teacher's probability, normalised over the candidates
-    value: float | None = None  # mean reward of its branches; None without evidence
-    target: float | None = None  # the prior after the tilt by the values
-    verdicts: list[str] = []
-    continuations: list[str] = []
-    teacher: float | None = None  # the teacher's probability in the whole vocabulary
-    student: float | None = None  # the student's, likewise
-
-
-class BranchSummary(msgspec.Struct, kw_only=True):
-    """What tables and statistics need of a probed position."""
-
-    position: int
-    sampled: str = ""
-    retained: bool = False
-
-
-class Branch(BranchSummary, kw_only=True):
-    """One probed position."""
-
-    certain: bool = True  # False: the position was chosen by the midpoint of an interval
-    candidates: list[Candidate] = []
-    score_parts: dict[str, float | None] = {}
-
-
-class SampleSummary(msgspec.Struct, kw_only=True):
-    """What tables and statistics need of a sample. The rest of the line is skipped, not decoded."""
-
-    iteration: int
-    problem_id: str = ""
-    verdict: str = ""
-    finish_reason: str = ""
-    response_ids: list[int] = []
-    acquisition_score: list[float | None] | None = None
-    branches: Sequence[BranchSummary] = ()
-
-
-class SampleRecord(SampleSummary, kw_only=True):
-    """One line of `samples.jsonl`. NaN and infinities were written as null, in arrays as well."""
-
-    problem: str = ""
-    answer: str = ""
-    tier: str | None = None
-    teacher: str = ""  # the name of the one of several that its prompt asked
-    teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
-    response: str = ""
-    version: str | None = None  # of the weights that sampled it; None if it is not the student's response
-    writers: list[tuple[int, int, str | None]] = []  # where others wrote a part: start, end, weights or None
-    behavior_logprobs: list[float | None] | None = None
-    teacher_logprobs: list[float | None] | None = None
-    teacher_entropy_nats: list[float | None] | None = None
-    advantage: float | None = None  # the whole response's, where the policy gives it one
-    reward: float | None = None  # where it is not the verdict's, or the policy compares it with those of its group
-    feedback: str = ""  # the verifier's
-    group_rewards: list[float | None] | None = None  # those of all the prompt's responses, in their order
-    left_out: str | None = None  # why it was not trained; None if it was
-    gated_positions: list[int] = []
-    branches: Sequence[Branch] = ()
 
 
 class _Change(msgspec.Struct):
@@ -192,6 +127,7 @@ class RunFiles:
         self._directory = directory = RunDirectory.open(path)
         self.cores = directory.cores  # how many the run could use; None where that is not known
         self.is_evaluation = directory.purpose == "eval"
+        self.samples = SampleTable(path / SAMPLES)
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration as plain values, since the schema may have changed since the run."""
@@ -244,7 +180,7 @@ class RunFiles:
 
     def size_bytes(self) -> int:
         """Return the size of what grows with each iteration."""
-        found = (self.path / "metrics.jsonl", self.path / "samples.jsonl")
+        found = (self.path / "metrics.jsonl", self.path / SAMPLES)
         return sum(path.stat().st_size for path in found if path.exists())
 
     def early_end(self) -> str | None:
@@ -298,49 +234,18 @@ class RunFiles:
         """Return the prompts that were given up, in that order."""
         return _rows(self.path / FILE_NAME, DeadLetter)
 
-    def samples(self) -> Iterator[SampleSummary]:
-        """Return all samples, in the order in which they were trained."""
-        return self.samples_as(SampleSummary)
-
-    def samples_after(self, start: int) -> Iterator[tuple[int, SampleSummary]]:
-        """Return the samples that begin at the byte `start` or later, each with the byte where the next one begins."""
-        return (
-            (offset + size, sample)
-            for offset, size, sample in _lines(self.path / "samples.jsonl", SampleSummary, start)
-        )
-
-    def samples_as(self, kind: type[T]) -> Iterator[T]:
-        """Return all samples in that order, with the fields that `kind` has. The rest of a line is skipped."""
-        return (sample for _, sample in _lines_at(self.path / "samples.jsonl", kind))
-
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
         """Return a sample's number and record. `wanted` is a number, or a problem's id for its latest sample.
 
         Raises DataError if there is none.
         """
-        path = self.path / "samples.jsonl"
-        by_number: tuple[int, int] | None = None  # number, offset
-        by_problem: tuple[int, int] | None = None
-        count = 0
-        for number, (offset, summary) in enumerate(_lines_at(path, SampleSummary)):
-            count = number + 1
-            if wanted == str(number):
-                by_number = number, offset
-            if wanted == summary.problem_id:
-                by_problem = number, offset
-        found = by_number or by_problem
-        if found is None and count == 0:
+        path, rows = self.path / SAMPLES, self.samples.read()
+        if not rows:
             raise DataError(f"{path}: no samples: {self.samples_rhythm()}")
-        if found is None:
-            raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
-        number, offset = found
-        with open_regular(path) as file:
-            file.seek(offset)
-            return number, decode_json(file.readline(), SampleRecord, f"{path}: sample {number}")
-
-    def numbers_of(self, problem_id: str) -> list[int]:
-        """Return the numbers of all samples of one problem."""
-        return [number for number, sample in enumerate(self.samples()) if sample.problem_id == problem_id]
+        named = [number for number in range(len(rows)) if wanted == str(number)] or self.samples.of_problem(wanted)
+        if not named:
+            raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {len(rows) - 1}, or a problem's id")
+        return named[-1], self.samples.record(named[-1], SampleRecord)
 
 
 def evaluated_iteration(iteration: int, metrics: Mapping[str, float]) -> int:
@@ -400,37 +305,7 @@ def _rows(path: Path, kind: type[T]) -> list[T]:
 
     if path.exists() and path.stat().st_size > MAX_BYTES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_BYTES_OF_ROWS:,} bytes")
-    rows = [row for _, row in _lines_at(path, kind, counted)]
+    rows = [row for _, _, row in decoded_lines(path, kind, goes_on=counted)]
     if values > MAX_VALUES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_VALUES_OF_ROWS:,} values")
     return rows
-
-
-def _lines_at(
-    path: Path, kind: type[T], goes_on: Callable[[bytes], bool] = lambda line: True
-) -> Iterator[tuple[int, T]]:
-    """Return each line with its offset, as `_lines`."""
-    return ((offset, value) for offset, _, value in _lines(path, kind, goes_on=goes_on))
-
-
-def _lines(
-    path: Path, kind: type[T], start: int = 0, goes_on: Callable[[bytes], bool] = lambda line: True
-) -> Iterator[tuple[int, int, T]]:
-    """Return each line from the byte `start` on with its offset and size; none if there is no file.
-
-    A last line that was cut short is left out. It ends before the first line for which `goes_on` is false.
-    """
-    if not path.exists():
-        return
-    offset = start
-    with reading(path):
-        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path, start)), start=1):
-            where = f"{path}:{number}" if start == 0 else f"{path}, byte {offset}"
-            try:
-                value = decode_json(line, kind, where, MAX_LINE_BYTES)  # which bounds the values too
-            except DataError:
-                if line.endswith(b"\n"):
-                    raise
-            else:
-                yield offset, len(line), value
-            offset += len(line)

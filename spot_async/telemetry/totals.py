@@ -1,55 +1,21 @@
-"""Sums a run up from its rows of metrics and its samples: for the report, and for what is said while it trains.
-
-Samples may be many, so they are read once, one at a time. Rows of metrics are few, and all held in memory.
-"""
+"""Sums a run up from its rows of metrics: for the report, and for what is said while it trains."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from spot_async.config import model_sections
-from spot_async.run_directory.reading import SampleSummary
 from spot_async.stages.services import STAGE_SERVERS, stage_kind, stage_server
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse
 
-RELATIVE_BINS = 20
 GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores take none
 PERFORMANCE = ("tokens_per_s_per_rank", "mfu")  # of the metrics `perf/...`: rates
 PEAK = "max_memory_allocated_gib"
 
 Rows = Sequence[Mapping[str, float]]
-
-
-class SampleStatistics:
-    """Statistics of all samples, which are added one at a time."""
-
-    def __init__(self) -> None:
-        self.iterations: set[int] = set()  # those with samples
-        self.score_sums = [0.0] * RELATIVE_BINS
-        self.score_counts = [0] * RELATIVE_BINS
-        self.selected = [0] * RELATIVE_BINS
-        self.probed_tokens: Counter[str] = Counter()
-        self.retained_tokens: Counter[str] = Counter()
-        self.lengths: list[tuple[int, int]] = []  # (iteration, tokens)
-
-    def add(self, sample: SampleSummary) -> None:
-        self.iterations.add(sample.iteration)
-        length = len(sample.response_ids)
-        self.lengths.append((sample.iteration, length))
-        for position, score in enumerate((sample.acquisition_score or ())[:length]):
-            if score is not None:
-                bin_ = position * RELATIVE_BINS // length
-                self.score_sums[bin_] += score
-                self.score_counts[bin_] += 1
-        for branch in sample.branches:
-            if 0 <= branch.position < length:
-                self.selected[branch.position * RELATIVE_BINS // length] += 1
-            self.probed_tokens[branch.sampled] += 1
-            self.retained_tokens[branch.sampled] += branch.retained
 
 
 def run_times(

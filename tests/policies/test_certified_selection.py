@@ -14,7 +14,7 @@ from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import select_positions
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.run_directory.reading import Branch
+from spot_async.run_directory.samples import Branch
 from spot_async.testing.services import capabilities
 from spot_async.testing.simulation import SimulatedTokenizer, make_policy, policy_context
 from spot_async.tools.inspect.view import branch_state

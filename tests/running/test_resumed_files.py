@@ -56,7 +56,7 @@ def test_a_run_that_is_killed_in_its_third_iteration_goes_on_from_its_second(beg
     outcome = spot_async.resume(begun, ["training.iterations=3"])
     files = RunFiles(begun)
     assert [row["iteration"] for row in files.metrics()] == [1, 2, 3]
-    assert Counter(each.iteration for each in files.samples()) == dict.fromkeys((1, 2, 3), BATCH)
+    assert Counter(each.iteration for each in files.samples.read()) == dict.fromkeys((1, 2, 3), BATCH)
     assert files.dead_letters() == []
     assert shown_steps(begun / "tensorboard", "train/loss") == [1, 2, 3]
     assert files.early_end() is None

@@ -69,7 +69,7 @@ def sample(run: Path) -> str:
 
 
 def listed(run: Path) -> str:
-    return samples_page("run", make_run(run, [spot_sample(1), spot_sample(2)]).samples(), [1], "iteration 2")
+    return samples_page("run", make_run(run, [spot_sample(1), spot_sample(2)]).samples.read(), [1], "iteration 2")
 
 
 def comparison(run: Path) -> str:

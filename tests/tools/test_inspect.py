@@ -317,7 +317,7 @@ def test_a_run_killed_in_the_middle_of_a_line_is_read_up_to_it(tmp_path):
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = tmp_path / "run" / name
         path.write_bytes(path.read_bytes()[:-30])
-    assert [sample.iteration for sample in files.samples()] == [1]
+    assert [sample.iteration for sample in files.samples.read()] == [1]
     assert files.sample("0")[1].iteration == 1
     assert len(files.metrics()) == 1
     with pytest.raises(DataError, match="no sample '1'"):
@@ -330,10 +330,10 @@ def test_damage_elsewhere_is_named_by_its_line(tmp_path):
     path = tmp_path / "run" / "samples.jsonl"
     path.write_bytes(path.read_bytes().replace(b'{"iteration": 1', b'{"iteration": "x"', 1))
     with pytest.raises(DataError, match=r"samples.jsonl:1: .*iteration"):
-        list(files.samples())
+        files.samples.read()
     path.write_bytes(path.read_bytes().replace(b'"x"', b'1, "problem_id": "\xff"', 1))
     with pytest.raises(DataError, match=r"samples.jsonl:1: .*can't decode byte"):
-        list(files.samples())
+        files.samples.read()
 
 
 def test_a_page_about_a_run_whose_name_is_no_utf_8_is_written(tmp_path):
@@ -443,7 +443,7 @@ def test_a_browser_lists_all_samples_and_runs_the_pages_own_script_alone(tmp_pat
     samples[0]["problem_id"] = "</script><script>document.title='owned'</script>"
     files = make_run(tmp_path / "run", samples)
     page = tmp_path / "page.html"
-    page.write_text(samples_page("run", files.samples(), [1], "iteration 2"), encoding="utf-8")
+    page.write_text(samples_page("run", files.samples.read(), [1], "iteration 2"), encoding="utf-8")
     shown = shown_by_a_browser(page, tmp_path / "profile")
     assert "<title>Samples of run</title>" in shown
     assert "2 of 2 samples" in shown

@@ -96,7 +96,7 @@ async def test_every_token_of_a_sample_is_reached_by_key_and_tap(tmp_path: Path)
 async def test_a_list_of_samples_is_searched_and_sorted(tmp_path: Path) -> None:
     of = ((1, "apple"), (2, "pear"), (2, "apple 12"))
     samples = [spot_sample(i) | {"problem_id": name} for i, name in of]
-    page_of_them = samples_page("run", make_run(tmp_path / "run", samples).samples(), [1, 2], "iteration 2")
+    page_of_them = samples_page("run", make_run(tmp_path / "run", samples).samples.read(), [1, 2], "iteration 2")
     (tmp_path / "page.html").write_text(page_of_them, encoding="utf-8")
     numbers = "[...document.querySelectorAll('tbody tr')].map(each => each.cells[0].textContent).join(' ')"
     async with browser(tmp_path / "profile") as page:

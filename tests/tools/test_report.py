@@ -23,7 +23,7 @@ from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.totals import limit_use, run_times, stage_slots
 from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
-from spot_async.tools.inspect.report import SamplesSoFar, length_histogram, read_report, report_page
+from spot_async.tools.inspect.report import length_histogram, read_report, report_page
 from spot_async.tools.inspect.troubles import troubles_at
 
 
@@ -123,17 +123,17 @@ def test_what_bent_an_iterations_times_is_marked_in_the_plots_of_servers(tmp_pat
 
 def test_samples_are_read_once_and_anew_if_the_run_went_back(tmp_path):
     files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 1, 2)])
-    path, samples = tmp_path / "run" / "samples.jsonl", SamplesSoFar(files)
+    path, samples = tmp_path / "run" / "samples.jsonl", files.samples
     first, *_ = path.read_bytes().splitlines(keepends=True)
-    assert len(samples.read().lengths) == 3
+    assert len(samples.read()) == 3
     with path.open("ab") as file:
         file.write(first + first[:9])  # another one, and the beginning of the next
-    assert len(samples.read().lengths) == 4
+    assert len(samples.read()) == 4
     whole = path.read_bytes()
     path.write_bytes(b"x" * (len(whole) - 9) + first)  # what was read is not looked at again
-    assert len(samples.read().lengths) == 5
+    assert len(samples.read()) == 5
     path.write_bytes(first)
-    assert len(samples.read().lengths) == 1
+    assert len(samples.read()) == 1
     path.write_bytes(first + b"{}\n{]\n")
     with pytest.raises(DataError, match=rf"samples.jsonl, byte {len(first)}"):
         samples.read()

@@ -16,7 +16,8 @@ from rich.text import Text
 from spot_async.base.text import counted, visible
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
-from spot_async.run_directory.reading import RunFiles, SampleSummary
+from spot_async.run_directory.reading import RunFiles
+from spot_async.run_directory.samples import SampleRecord, SampleSummary
 from spot_async.tools.pages.page import Links, Section, address, folder_of, is_plain, page_path, write_page
 from spot_async.types import Verdict
 
@@ -40,14 +41,8 @@ def list_samples(
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
     files = RunFiles(run)
     refuse_evaluation(files)
-    rows: list[tuple[int, SampleSummary]] = []
-    sampled: set[int] = set()  # iterations with samples
-    for number, summary in enumerate(files.samples()):
-        if iteration is None and summary.iteration > max(sampled, default=0):
-            rows.clear()
-        sampled.add(summary.iteration)
-        if iteration in (None, summary.iteration) and verdict in (None, summary.verdict):
-            rows.append((number, summary))
+    rows = files.samples.read()
+    sampled = {row.iteration for row in rows}
     if not sampled:
         early = f"; {visible(early[0].lower() + early[1:])}" if (early := files.early_end()) else ""
         raise DataError(f"{run}: no samples: {files.samples_rhythm()}{early}")
@@ -57,12 +52,13 @@ def list_samples(
     if iteration is not None and iteration not in sampled:
         raise ConfigError(f"--iteration {iteration}: it has no samples: {files.samples_rhythm()}")
     shown = max(sampled) if iteration is None else iteration
-    title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
-    screen.print(samples_table(rows, title))
+    numbers = [n for n, row in enumerate(rows) if row.iteration == shown and verdict in (None, row.verdict)]
+    title = f"{counted(len(numbers), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
+    screen.print(samples_table([(n, files.samples.record(n, SampleSummary)) for n in numbers], title))
     if html is not None:
         folder = folder_of(html, "samples")
-        write_samples(files, html, folder, [number for number, _ in rows], f"iteration {shown}", is_named=True)
-        screen.print(Text(f"page: {html}\n{counted(len(rows), 'page')} of samples: {folder}"), soft_wrap=True)
+        write_samples(files, html, folder, numbers, f"iteration {shown}", is_named=True)
+        screen.print(Text(f"page: {html}\n{counted(len(numbers), 'page')} of samples: {folder}"), soft_wrap=True)
     if len(sampled) < last:
         words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
@@ -80,21 +76,18 @@ def write_samples(
 
     All of them have the `links` too, which are relative to `folder`.
     """
-    from spot_async.run_directory.reading import SampleRecord, name_tokens, token_texts
+    from spot_async.run_directory.reading import name_tokens, token_texts
     from spot_async.tools.inspect.samples import samples_page
     from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
 
-    policy, wanted, groups = PolicySettings.of(files.config()), set(numbers), defaultdict(list)
-    for number, summary in enumerate(files.samples()):
-        if number in wanted:
-            groups[summary.problem_id].append(number)
+    policy, rows, groups = PolicySettings.of(files.config()), files.samples.read(), defaultdict(list)
+    for number in numbers:
+        groups[rows[number].problem_id].append(number)
     name = files.path.resolve().name
-    page = samples_page(name, files.samples(), numbers, what, f"{address(folder, path.parent)}/", links)
+    page = samples_page(name, rows, numbers, what, f"{address(folder, path.parent)}/", links)
     write_page(QUIET, path, page, is_named=is_named)
-    for number, sample in enumerate(files.samples_as(SampleRecord)):
-        if number not in wanted:
-            continue
-        at = numbers.index(number)
+    for at, number in enumerate(numbers):
+        sample = files.samples.record(number, SampleRecord)
         beside = {"previous": numbers[:at][-1:], "next": numbers[at + 1 :][:1]}
         around = [*links, ("all samples", address(path, folder))]
         around += [(words, f"inspect-{other}.html") for words, found in beside.items() for other in found]
@@ -123,7 +116,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     policy = PolicySettings.of(files.config())
     found = colourings(sample, token_texts(files, sample.response_ids), policy)
     screen.print(sample_view(number, sample, found[0], policy))
-    if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
+    if wanted != str(number) and len(numbers := files.samples.of_problem(sample.problem_id)) > 1:
         listed = ", ".join(map(str, numbers))
         screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
     write_page(screen, path, sample_page(number, sample, found, policy), is_named=html is not None)
@@ -137,20 +130,20 @@ def write_report(
     With `watch_s` it is written again as often, if the run has grown, until the run ends. Pages of samples are written
     once it has ended.
     """
-    from spot_async.tools.inspect.report import SamplesSoFar, read_report, report_page
+    from spot_async.tools.inspect.report import read_report, report_page
 
     files = RunFiles(run)
     refuse_evaluation(files)
-    path, samples = page_path(run, "report.html", html), SamplesSoFar(files)
+    path = page_path(run, "report.html", html)
     told = screen
     while watch_s is not None and files.is_going_on():
         size = files.size_bytes()
-        page = report_page(read_report(files, more, samples), written=f"{datetime.now():%H:%M:%S}", reload_s=watch_s)
+        page = report_page(read_report(files, more), written=f"{datetime.now():%H:%M:%S}", reload_s=watch_s)
         write_page(told, path, page, is_named=html is not None)
         told = QUIET  # the path is said once
         while files.is_going_on() and files.size_bytes() == size:
             time.sleep(watch_s)
-    report = read_report(files, more, samples)
+    report = read_report(files, more)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
     for name, fact in report.facts:
         if name in ("outcome slope", "trainer", "staleness"):

@@ -19,14 +19,13 @@ from spot_async.errors import FailureClass
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
+from spot_async.run_directory.samples import RELATIVE_BINS, SampleStatistics
 from spot_async.spending.run_spending import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
 from spot_async.telemetry.failures import kinds_words
 from spot_async.telemetry.outcome_slope import outcome_words
 from spot_async.telemetry.totals import (
-    RELATIVE_BINS,
     Rows,
-    SampleStatistics,
     is_strict,
     limit_use,
     masked_share,
@@ -72,31 +71,11 @@ class Report:
     lengths: tuple[tuple[int, int], ...]  # of each sample: iteration, tokens
 
 
-class SamplesSoFar:
-    """The statistics of a run's samples. Each is read once, however often the report is made."""
-
-    def __init__(self, files: RunFiles) -> None:
-        self._files = files
-        self._read_bytes = 0
-        self._statistics = SampleStatistics()
-
-    def read(self) -> SampleStatistics:
-        path = self._files.path / "samples.jsonl"
-        if path.exists() and path.stat().st_size < self._read_bytes:  # the run went back to a checkpoint
-            self._read_bytes, self._statistics = 0, SampleStatistics()
-        for end, sample in self._files.samples_after(self._read_bytes):
-            self._statistics.add(sample)
-            self._read_bytes = end
-        return self._statistics
-
-
-def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesSoFar | None = None) -> Report:
-    """Return a run's report; the sections `more` follow its own. Raises DataError for damaged files only.
-
-    `samples` are those that an earlier report has read.
-    """
+def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
+    """Return a run's report; the sections `more` follow its own. Raises DataError for damaged files only."""
     config, rows, summary = files.config(), files.metrics(), files.summary()
-    statistics = (samples or SamplesSoFar(files)).read()
+    samples = files.samples.read()
+    lengths = tuple((each.iteration, each.tokens) for each in samples)
     before, after = figures_of(files, "before"), figures_of(files, "after")
     evaluated = held_out(rows, config, before, after)
     failed = files.failed_attempts()
@@ -106,8 +85,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
     results = result_table(summary, config, after or before)
     sections = (
         learning_section(rows, evaluated),
-        probing_section(rows, statistics, PolicySettings.of(config)),
-        response_section(rows, statistics),
+        probing_section(rows, files.samples.statistics, PolicySettings.of(config)),
+        response_section(rows, lengths),
         time_section(rows, config),
         failures_section(failed, rows),
         staleness_section(rows),
@@ -119,15 +98,13 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
         name=" ".join(dict.fromkeys((name_of_run(files.path), files.path.resolve().name))),
         headline="" if (found := results or evaluated) is None else found.headline,
         facts=facts(config, rows, summary, evaluated),
-        notes=notes(
-            files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
-        ),
+        notes=notes(files, config, rows, summary, was_evaluated=results is not None or evaluated is not None),
         bottleneck=judge(run_times(rows, config, files.cores, words)),
         failures=tuple(visible(f"{stage}: {each}") for stage, each in tallies(failed, rows).items()),
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),
-        lengths=tuple(statistics.lengths),
+        lengths=lengths,
     )
 
 
@@ -228,7 +205,7 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
     )  # fmt: skip
 
 
-def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
+def response_section(rows: Rows, lengths: Sequence[tuple[int, int]]) -> Section:
     return Section(
         "Responses",
         present(
@@ -238,7 +215,7 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
                    from_zero=True)),
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
              "iterations that have samples; of fewer than three, of all.",
-             length_histogram(statistics.lengths)),
+             length_histogram(lengths)),
             ("Written by others", "Share of a response's tokens that no student sampled; they have no policy term.",
              lines(rows, {"by others": "rollout/foreign"}, percent, most=1.0)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
@@ -408,7 +385,6 @@ def notes(
     config: Mapping[str, Any],
     rows: Rows,
     summary: Mapping[str, Any] | None,
-    statistics: SampleStatistics,
     *,
     was_evaluated: bool,
 ) -> tuple[str, ...]:
@@ -426,13 +402,14 @@ def notes(
     found += map(visible, (*files.interruptions(), *files.mismatches()))
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
-    if rows and not statistics.iterations:
+    sampled = {each.iteration for each in files.samples.read()}
+    if rows and not sampled:
         probing = ", of where the score looks, of where positions were probed, of which tokens"
         missing = "lengths early and late" + (probing if any("spot/selected" in row for row in rows) else "")
         found.append(f"There are no samples: {files.samples_rhythm()}. So there is no plot of {missing}.")
-    elif statistics.iterations and len(statistics.iterations) < len(rows):
+    elif sampled and len(sampled) < len(rows):
         found.append(
-            f"Only {len(statistics.iterations)} of the {len(rows)} iterations have samples: {files.samples_rhythm()}. "
+            f"Only {len(sampled)} of the {len(rows)} iterations have samples: {files.samples_rhythm()}. "
             "Plots by length, place and token are of these."
         )
     dead = files.dead_letters()

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import visible
-from spot_async.run_directory.reading import Branch, Candidate, SampleRecord, SampleSummary
+from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleSummary
 from spot_async.tools.inspect.view import (
     GUIDED,
     Colouring,

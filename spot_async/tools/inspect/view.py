@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from spot_async.base.text import counted, visible
-from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
+from spot_async.run_directory.samples import Branch, Candidate, SampleRecord
 from spot_async.tools.pages.page import filled
 
 Palette = Literal["score", "advantage", "surprise"]
