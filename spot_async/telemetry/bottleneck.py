@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from spot_async.base.text import rough_time
 from spot_async.config import teacher_name
 from spot_async.errors import DeadlineExceededError
-from spot_async.loop.events import Phase
+from spot_async.loop.events import WAITS_FOR, Phase
 from spot_async.stages.services import stage_kind, stage_server
 
 TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on
@@ -27,18 +27,12 @@ UPDATE_BOUND = 0.25
 CLEAR_SHARE = 0.6  # one server is named alone from this share of the wait on
 FULL = 0.75  # a limit holds requests back if more than this share of it is used
 IDLE = 0.15  # a few stragglers hold everybody up if less than this share of a batch is in flight
-# What publishing can be busy with: in words, and what helps most against it.
-PUBLISHES: dict[Phase, tuple[str, str]] = {
-    "write weights": ("writing the trainer's weights", "a faster disk (run.directory)"),
-    "drain": (
-        "draining requests under way",
-        "a student server that loads weights beside them, or a lower sampling.max_response_tokens",
-    ),
-    "update weights": (
-        "sending weights to the student's servers",
-        "publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",
-    ),
-    "evaluate": ("evaluations", "a higher evaluation.eval_every, or a lower evaluation.samples"),
+# What publishing can be busy with, and what helps most against it.
+PUBLISHES: dict[Phase, str] = {
+    "write weights": "a faster disk (run.directory)",
+    "drain": "a student server that loads weights beside them, or a lower sampling.max_response_tokens",
+    "update weights": "publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",
+    "evaluate": "a higher evaluation.eval_every, or a lower evaluation.samples",
 }
 FAILED = 0.05  # failed attempts are named from this share of what is sent on
 LOST = 0.15  # and hold a stage up from this share of its requests' time on
@@ -166,7 +160,7 @@ def _judge(times: RunTimes) -> Bottleneck:
     if update >= UPDATE_BOUND and update >= wait / 2:
         return Bottleneck(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
-            ("publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",),
+            (PUBLISHES["update weights"],),
         )
     return _judge_wait(times, wait)
 
@@ -175,13 +169,12 @@ def _judge_publishing(publish_s: Mapping[Phase, float], share: float) -> Bottlen
     """Return what an asynchronous trainer waits for whose weights are not served in time."""
     spent_s = {phase: publish_s.get(phase, 0.0) for phase in PUBLISHES}
     longest = max(spent_s, key=lambda phase: spent_s[phase])
-    what, remedy = PUBLISHES[longest]
     of_it = percent(spent_s[longest] / sum(spent_s.values()))
     return Bottleneck(
         f"Publishing bound: the trainer waited {percent(share)} of the time until its weights were served. "
-        f"Publishing spent {of_it} of its work on {what}.",
+        f"Publishing spent {of_it} of its work waiting for {WAITS_FOR[longest]}.",
         (
-            remedy,
+            PUBLISHES[longest],
             "a higher max_staleness: the trainer continues, and weights that are replaced meanwhile are never sent",
         ),
     )

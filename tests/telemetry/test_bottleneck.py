@@ -200,10 +200,10 @@ def test_staleness_is_not_spoken_of_where_it_cannot_be_had():
 @pytest.mark.parametrize(
     ("publish_s", "words"),
     [
-        ({"drain": 30.0, "update weights": 10.0}, "draining requests under way; a student server that loads weights"),
-        ({"drain": 3.0, "update weights": 10.0}, "sending weights to the student's servers; publish to a faster disk"),
-        ({"update weights": 3.0, "evaluate": 90.0}, "evaluations; a higher evaluation.eval_every"),
-        ({"update weights": 3.0, "write weights": 9.0}, "writing the trainer's weights; a faster disk"),
+        ({"drain": 30.0, "update weights": 10.0}, "before the weight update; a student server that loads weights"),
+        ({"drain": 3.0, "update weights": 10.0}, "waiting for the weight update; publish to a faster disk"),
+        ({"update weights": 3.0, "evaluate": 90.0}, "the evaluation; a higher evaluation.eval_every"),
+        ({"update weights": 3.0, "write weights": 9.0}, "the weights to be on disk; a faster disk"),
     ],
 )
 def test_a_trainer_that_is_too_far_ahead_waits_for_what_publishing_does(publish_s, words):

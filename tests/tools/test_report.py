@@ -223,7 +223,7 @@ def test_a_run_with_staleness_says_how_stale_it_was_and_what_publishing_did(tmp_
     report = read_report(files)
     assert dict(report.facts)["staleness"] == "at most 2; of the tokens 25 % lag 0, 75 % lag 1 (mean 0.75)"
     assert report.bottleneck.sentence.startswith("Publishing bound: the trainer waited 40 % of the time")
-    assert "75 % of its work on draining" in report.bottleneck.sentence
+    assert "75 % of its work waiting for requests under way" in report.bottleneck.sentence
     (section,) = (each for each in report.sections if each.title == "Staleness")
     figures = {plot.title: plot.figure for plot in section.plots}
     assert "lag 1:  75 %" in figures["Lag of tokens"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import visible
 from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleSummary
+from spot_async.telemetry.screen import number_table
 from spot_async.tools.inspect.view import (
     GUIDED,
     Colouring,
@@ -41,15 +41,9 @@ def samples_table(rows: Sequence[tuple[int, SampleSummary]], title: str) -> Tabl
 
     Retained positions are those of B+ (section 3.3). Policies without branches have no positions.
     """
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("sample", justify="right")
-    table.add_column("iteration", justify="right")
-    table.add_column("problem", overflow="fold")
-    table.add_column("verdict")
-    table.add_column("tokens", justify="right")
     has_branches = any(row.branches for _, row in rows)
-    for heading in ("positions", "retained") if has_branches else ():
-        table.add_column(heading)
+    headings = ("sample", "iteration", "problem", "verdict", "tokens", *(("positions", "retained") * has_branches))
+    table = number_table(*headings, title=title)
     for number, row in rows:
         positions = (
             " ".join(str(branch.position) for branch in row.branches),
