@@ -169,9 +169,12 @@ def engine_for(request: pytest.FixtureRequest) -> Callable[..., Engine]:
         from spot_async.serving.engine.model import load_model
         from spot_async.serving.settings import EngineSettings
 
+        at_once = {name: settings.pop(name) for name in [*settings] if hasattr(Engine, name)}
         chosen = EngineSettings(**{"slots": 8, **settings})  # type: ignore[arg-type]
         model = load_model(directory, chosen)
-        return Engine(fused(model) if request.param == "fast" else model, chosen)
+        engine = Engine(fused(model) if request.param == "fast" else model, chosen)
+        vars(engine).update(at_once)
+        return engine
 
     return make
 

@@ -77,9 +77,7 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
     quiet_transformers()
     torch.set_num_threads(settings.threads)
     tokenizer = load_tokenizer(directory)
-    model = load_model(directory, settings)
-    if settings.fast_path:
-        model = fused(model)
+    model = fused(load_model(directory, settings))
     engine = Engine(model, settings)
     worker = EngineWorker(engine)
     capabilities = Capabilities(

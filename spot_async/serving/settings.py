@@ -19,17 +19,9 @@ class EngineSettings(Section):
     max_context_tokens: PositiveInt | None = Field(
         None, description="longest prompt + response; default: the model's own limit"
     )
-    prefill_tokens: PositiveInt = Field(4096, description="padded prompt tokens read between two decode steps")
-    score_tokens: PositiveInt = Field(8192, description="padded tokens of one scoring forward")
-    score_logits: PositiveInt = Field(
-        1 << 24, description="logits in memory at a time when scoring: rows of a chunk times the vocabulary"
-    )
     threads: PositiveInt = Field(1, description="CPU threads of the engine")
     device: str = Field("cpu", description="torch device: cpu, cuda, cuda:1, ...")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of weights and activations")
-    fast_path: bool = Field(
-        True, description="use the engine's own forward pass if it gives the model's log-probabilities (float32)"
-    )
     deterministic: bool | None = Field(
         None,
         description="a seed gives the same bits, whatever runs beside it; default: true where possible, which is on a "

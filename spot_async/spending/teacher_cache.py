@@ -129,7 +129,8 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
     launch = getattr(server, "launch", None)
     names = ("dtype", "arguments", "environment")
     launched = None if launch is None else [getattr(launch, name, None) for name in names]
-    return [getattr(server, "dtype", None), getattr(server, "fast_path", None), launched]
+    has_own_forward = True if server.kind == "local" else None
+    return [getattr(server, "dtype", None), has_own_forward, launched]
 
 
 def weights_digest(directory: Path) -> bytes:

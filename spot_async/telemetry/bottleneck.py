@@ -318,8 +318,7 @@ def _server_advice(server: str, waited_s: Mapping[str, float]) -> str:
 SERVER_ADVICE = {
     "student": "a faster student server (the local engine: student.backend.slots, student.backend.threads), "
     "or a device of its own",
-    "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), "
-    "or a smaller teacher",
+    "teacher": "a faster teacher server (the local engine: teacher.backend.threads), or a smaller teacher",
     "verifier": "more worker processes for the verifier (math_verify: verifier.workers), or a faster one",
     "reference": "a faster server for the reference",
 }

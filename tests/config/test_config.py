@@ -94,6 +94,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "telemetry.wandb={project: p, mode: offline}",
             "telemetry.wandb.mode: unknown key; W&B's own variables say it: WANDB_ENTITY, WANDB_NAME, WANDB_MODE",
         ),
+        ("teacher.backend.score_tokens=8", "unknown key; the engine of `local` decides that itself: take it out"),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

@@ -71,10 +71,11 @@ def rollouts(count: int, **sampling: float) -> list[GenerateRequest]:
     ]
 
 
-def answers(model: Any, requests: Sequence[EngineRequest], concurrency: int, **settings: int) -> list[Any]:
+def answers(model: Any, requests: Sequence[EngineRequest], concurrency: int, **at_once: int) -> list[Any]:
     """Replies in the requests' order; they arrive shuffled, in groups, at most `concurrency` at a time."""
     dice = random.Random(concurrency)
-    engine = Engine(model, EngineSettings(slots=concurrency, **settings))
+    engine = Engine(model, EngineSettings(slots=concurrency))
+    vars(engine).update(at_once)
     arriving = dice.sample(range(len(requests)), len(requests))
     tasks = {}
     while arriving or engine.busy:
@@ -228,11 +229,12 @@ def test_strict_runs_end_with_the_same_weights_at_every_concurrency(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
     runs = {
-        "narrow": ["student.backend.slots=3", "teacher.backend.score_tokens=1", *few_at_once(2)],
+        "narrow": ["student.backend.slots=3", *few_at_once(2)],
         "wide": ["student.backend.slots=64", *few_at_once(200)],
     }
     monkeypatch.chdir(ROOT)
     for name, overrides in runs.items():
+        monkeypatch.setattr(Engine, "score_tokens", 1 if name == "narrow" else 8192)
         spot_async.run(
             "configs/quickstart.yaml",
             [FEW, f"run.directory={tmp_path / name}", "evaluation=null", "training.iterations=2",

@@ -56,7 +56,7 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(4.0, 6.0, 0.1), "Trainer bound: optimisation took 59 %", "training.ranks"),
         (RunTimes(3.0, 3.0, 4.0), "Weight-update bound", "disk"),
         (RunTimes(9.0, 1.0, 0.0), "The trainer waited 90 % of the time. What it waited for was not recorded.", ""),
-        (RunTimes(9.0, 1.0, 0.0, {"score": 8.0, "rollout": 1.0}), "Teacher bound", "teacher.backend.score_tokens"),
+        (RunTimes(9.0, 1.0, 0.0, {"score": 8.0, "rollout": 1.0}), "Teacher bound", "teacher.backend.threads"),
         (RunTimes(9.0, 1.0, 0.0, {"verify": 8.0, "rollout": 1.0}), "Verifier bound", "verifier.workers"),
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "100 % of that for rollout.", "max_response_tokens"),

@@ -382,7 +382,6 @@ def test_figures_that_are_no_numbers_are_left_out(tmp_path):
 def test_a_teacher_that_writes_is_told_of_its_slots():
     advice = judge(RunTimes(9.0, 1.0, 0.0, {"teacher_response": 8.0, "score": 1.0})).advice
     assert "teacher.backend.slots" in advice[0]
-    assert "score_tokens" not in " ".join(advice)
     full = StageUse(in_flight=49.0, queued=0.0, limit=64, slots=64)
     advice = judge(RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}, {"rollout": full})).advice
     assert "64 slots were mostly in use (49 of 64 rollout" in advice[0]

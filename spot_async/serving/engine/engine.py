@@ -49,6 +49,10 @@ T = TypeVar("T")
 class Engine:
     """The engine. Not thread-safe: only its worker's thread calls it."""
 
+    prefill_tokens = 4096  # padded prompt tokens that are read between two decode steps
+    score_tokens = 8192  # padded tokens of one scoring forward
+    score_logits = 1 << 24  # in memory at a time when scoring: rows of a chunk times the vocabulary
+
     def __init__(self, model: CausalModel, settings: EngineSettings) -> None:
         self.limits = Limits(vocab_size=model.vocab_size, max_context_tokens=model.max_context_tokens)
         self.parameters = Parameters(model.module.state_dict())
@@ -59,7 +63,6 @@ class Engine:
         self.tokens_prefilled = 0
         self._model = model
         self._settings = settings
-        self._chunk_rows = max(1, settings.score_logits // model.vocab_size)
         self._numbers = itertools.count()
         self._decodes_since_prefill = 0
         self._waiting: deque[GenerateTask] = deque()
@@ -168,7 +171,7 @@ class Engine:
             self._waiting,
             self._padded_prefix,
             self._padded_prefix,
-            tokens=self._settings.prefill_tokens,
+            tokens=self.prefill_tokens,
             rows=self._settings.slots - self._table.active,
             text=GenerateTask.read_as,
         )
@@ -264,6 +267,10 @@ class Engine:
         if moved is not None:
             self._cache.move(moved, row, int(self._table.length[row]))
 
+    @property
+    def _chunk_rows(self) -> int:
+        return max(1, self.score_logits // self.limits.vocab_size)
+
     def _padded_prefix(self, task: GenerateTask) -> int:
         return min(bucketed(max(1, task.context_length - 1)), self.limits.max_context_tokens)
 
@@ -274,8 +281,8 @@ class Engine:
             self._scoring,
             lambda task: (type(task), self._padded_sequence(task), task.shape()),
             self._padded_sequence,
-            tokens=self._settings.score_tokens,
-            rows=self._settings.score_tokens,
+            tokens=self.score_tokens,
+            rows=self.score_tokens,
         )
         # Checked now and not when the request came, because the weights may have changed while it waited.
         group = [task for task in group if not self._refuse_version(task)]
