@@ -242,12 +242,6 @@ class SamplingConfig(Section):
 class QueueConfig(Section):
     """The bounded queue of finished supervision in front of the trainer."""
 
-    order: Literal["admission"] = Field("admission", description="batches are made in admission order")
-    capacity_prompts: int | None = Field(
-        None,
-        description="most admitted prompts; default: `max_staleness` + 1 batches",
-        gt=0,
-    )
     capacity_bytes: PositiveInt = Field(
         1 << 30, description="most bytes of all admitted prompts together; running ones count with their worst case"
     )
@@ -363,7 +357,6 @@ class Config(Section):
         self.student.backend.with_lora(self.training.lora)
         for role in self.following:
             self.teachers_by_role[role].backend.following(self.training.lora)
-        self._check_queue()
         cap = self.training.importance_cap
         if cap is not None and self.training.under_staleness(self.max_staleness).behavior == "served":
             raise ValueError(
@@ -389,24 +382,6 @@ class Config(Section):
             raise ValueError(
                 "cluster.kind=ray: give the servers to place launch.resources, or cluster.nodes, or remove it"
             )
-
-    def _check_queue(self) -> None:
-        capacity, batch = self.queue.capacity_prompts, self.training.batch_size
-        least = self._batches_at_once * batch
-        if capacity is None or capacity >= least:
-            return
-        strict = f"one batch (training.batch_size={batch}): raise it to {least} or more"
-        asynchronous = (
-            f"the {self._batches_at_once} batches of training.batch_size={batch} that max_staleness="
-            f"{self.max_staleness} lets be under way: raise it to {least} or more, or lower max_staleness"
-        )
-        raise ValueError(
-            f"queue.capacity_prompts={capacity} holds less than {asynchronous if self.max_staleness else strict}"
-        )
-
-    @property
-    def _batches_at_once(self) -> int:
-        return self.max_staleness + 1
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -485,7 +460,8 @@ class Config(Section):
 
     @property
     def queue_capacity_prompts(self) -> int:
-        return self.queue.capacity_prompts or self._batches_at_once * self.training.batch_size
+        """The most admitted prompts: as many as staleness lets be under way."""
+        return (self.max_staleness + 1) * self.training.batch_size
 
 
 class EvaluationOnly(Config):

@@ -243,7 +243,7 @@ async def observe(
             iterations=iterations,
             batch_size=batch_size,
             max_staleness=staleness,
-            capacity_prompts=max(config.queue.capacity_prompts or 0, (staleness + 1) * batch_size),
+            capacity_prompts=(staleness + 1) * batch_size,
             capacity_bytes=config.queue.capacity_bytes,
         )
         live = LiveBottleneck(
