@@ -383,7 +383,7 @@ def test_a_replay_has_no_teacher_to_tune():
 
 @pytest.mark.long
 def test_tune_measures_real_servers_and_its_limits_train(tmp_path, monkeypatch):
-    """Without a teacher, whose server would take as long to start again: `benchmarks/tune.py` has one."""
+    """Without a teacher, whose server would take as long to start again."""
     monkeypatch.chdir(ROOT)
     output = tmp_path / "tuned.yaml"
     overrides = ["policy={kind: grpo, samples: 2}", "training.batch_size=16"]
