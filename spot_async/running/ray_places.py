@@ -26,7 +26,7 @@ from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.processes.ray_helper import ANSWER, SHELLS, Placed, Request
-from spot_async.base.tasks import alongside, while_alive
+from spot_async.base.tasks import Loop, alongside, while_alive
 from spot_async.config import ClusterConfig, ModelConfig, resources_of
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE
@@ -40,18 +40,11 @@ ANSWER_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class RayPlaces:
-    """What is served, with each server's place, the places of nodes, and the helper that holds all of them."""
+    """What is served, with each server's place, and the places of nodes."""
 
     served: Mapping[str, ModelConfig]
     nodes: Mapping[int, Sequence[str]]  # by a trainer node's number, the prefix that leads to its place
-    helper: ChildProcess | None = None
-
-    async def watch(self) -> None:
-        """Run for as long as the helper does, or for ever if none was needed."""
-        if self.helper is not None:
-            await self.helper.watch()
-        else:
-            await asyncio.get_running_loop().create_future()
+    watches: Sequence[Loop] = ()  # of the helper that holds all of them, if one was needed
 
 
 @asynccontextmanager
@@ -80,7 +73,7 @@ async def placed(
             addresses = await _answer(helper, answers, cluster)
             shells = sockets / SHELLS
             prefixes = {node: place_prefix(shells, len(request.servers) + n) for n, node in enumerate(nodes)}
-            yield RayPlaces(with_places(served, addresses, shells), prefixes, helper)
+            yield RayPlaces(with_places(served, addresses, shells), prefixes, [helper.watch])
         finally:
             await helper.stop()
 

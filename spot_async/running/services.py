@@ -146,7 +146,7 @@ async def open_services(
             async with (
                 running(*entered),
                 alongside(
-                    *(each.watch for each in backends.values()), time_sharing.watch, *beside.watches, there.watch
+                    *(each.watch for each in backends.values()), time_sharing.watch, *beside.watches, *there.watches
                 ),
             ):
                 found, diagnosis = await _ask(run, backends, listener)

@@ -180,7 +180,7 @@ class TrainingRun:
             run=(self._config, self._plan),
             beside=Companions(
                 entered=[self._trainer, self._verifier],
-                watches=[places.watch],
+                watches=places.watches,
                 spending=self._spending,
                 cores=self._cores,
                 turns=self._turns,

@@ -349,8 +349,7 @@ from spot_async.base.processes.ray_helper import BETWEEN, Worker
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 worker = ray.remote(Worker).options(resources={"m1": 1}).remote({}, BETWEEN)
 number, address, pid = ray.get(worker.start.remote())
-sleepers = ["sh", "-c", "sleep 6001 & setsid sleep 6002 & echo; wait"]
-script = FarPlace([], sys.executable, silence_s=60).script(sleepers, {}, 1)
+script = FarPlace([], sys.executable, 60).script(["sh", "-c", "sleep 6001 & setsid sleep 6002 & echo; wait"], {}, 1)
 ray.get(worker.write.remote(number, script.encode()))
 ray.get(worker.read.remote(number, "stdout", 1))
 print("running", flush=True)

@@ -237,9 +237,6 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
         with pytest.raises(TrainerError, match="iteration 6, but iteration 3 is due"):
             await trainer.train(5, unequal_batch(2))
     wait_until_gone(pids)
-    log = (tmp_path / "two" / "logs" / "trainer.log").read_text()
-    assert "death signal" not in log, "torch's words for an end that was asked for"
-    assert "closing signal" not in log
 
     alone = make_trainer(student, tmp_path / "one", **SHORT)
     for iteration, two in enumerate(reports):

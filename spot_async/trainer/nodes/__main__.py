@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -10,7 +11,8 @@ from spot_async.base.processes.exits import exit_with_parent
 from spot_async.config import ClusterConfig
 from spot_async.errors import SpotError
 from spot_async.trainer.nodes.authentication import cluster_secret
-from spot_async.trainer.nodes.joining import run_agent
+from spot_async.trainer.nodes.joining import EXIT_CODES, JoiningNode
+from spot_async.trainer.nodes.messages import hello_of
 from spot_async.trainer.nodes.topology import Topology
 
 
@@ -20,7 +22,8 @@ def main() -> int:
     cluster = ClusterConfig(**told["cluster"])
     try:
         topology = Topology(**told["place"], secret=cluster_secret(os.environ, cluster))
-        return run_agent(topology, cluster, None, _say, leaves_at_once=True)  # only who placed it stops it
+        # Only who placed it stops it: it may die of any signal at once, and its ranks with it.
+        return EXIT_CODES[asyncio.run(JoiningNode(topology, hello_of(topology, None), cluster, _say).run())]
     except SpotError as error:
         _say(f"error: {error}")
         return 1

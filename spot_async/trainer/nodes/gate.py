@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 
 from spot_async.base.connection_room import Room
+from spot_async.base.tasks import alongside
 from spot_async.base.text import counted, visible
 from spot_async.trainer.nodes.authentication import (
     ANSWER_BYTES,
@@ -80,12 +81,8 @@ class Gate:
         """Let others in while inside. `attend` gets each connection, and closes it."""
         with listener:
             try:
-                async with asyncio.TaskGroup() as group:
-                    listening = group.create_task(self._listen(listener, attend), name="gate")
-                    try:
-                        yield
-                    finally:
-                        listening.cancel()
+                async with alongside(lambda: self._listen(listener, attend)):
+                    yield
             finally:
                 if (line := self._strangers.rest()) is not None:
                     self._tell(line)

@@ -14,6 +14,7 @@ import structlog
 
 from spot_async.base.connection_room import listening_at
 from spot_async.base.processes.last_words import WAS_KILLED
+from spot_async.base.tasks import alongside
 from spot_async.base.text import counted
 from spot_async.config import Config
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
@@ -148,12 +149,21 @@ class JoinedNodes:
         Raises `ProcessDiedError`, which names the node, when they end by themselves. Returns when those here are
         stopped.
         """
-        async with asyncio.TaskGroup() as group:
-            here = group.create_task(self._hear(own), name="watch")
-            await self._until(lambda: here.done() or bool(self._faults))
+        has_ended = False
+
+        async def hear() -> None:
+            nonlocal has_ended
+            try:
+                await own()
+            except ProcessDiedError as died:
+                self._faults.setdefault(0, Fault(str(died)))
+            has_ended = True
+            await self._notify()
+
+        async with alongside(hear):
+            await self._until(lambda: has_ended or bool(self._faults))
             if self._faults:
                 await self._until(lambda: len(self._faults) == self.topology.nodes, REASONS_S)
-            here.cancel()
         if self._faults:
             raise ProcessDiedError(cause(self._faults).words)
 
@@ -176,13 +186,6 @@ class JoinedNodes:
                 if loop.time() >= end_s:
                     raise ConfigError(f"cluster.address={name} is not known here: {error.strerror}") from None
             await asyncio.sleep(NAME_EVERY_S)
-
-    async def _hear(self, own: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await own()
-        except ProcessDiedError as died:
-            self._faults.setdefault(0, Fault(str(died)))
-        await self._notify()
 
     async def _assemble(self) -> None:
         is_first = self._round == 0

@@ -1,7 +1,7 @@
 """The side of a node that joins a run: starts its ranks when node 0 says so, and ends with the run.
 
 After the connection is lost it comes back by itself: the network may have failed, or node 0 is resumed. `run_agent` is
-this side as one process, whose own command is `__main__.py`.
+this side as a person's or a scheduler's command, and `__main__.py` the same for whoever places nodes.
 """
 
 from __future__ import annotations
@@ -180,19 +180,11 @@ def agent_command(topology: Topology, cluster: ClusterConfig) -> list[str]:
     return [sys.executable, "-m", "spot_async.trainer.nodes", json.dumps({"place": place, "cluster": timeouts})]
 
 
-def run_agent(
-    topology: Topology,
-    cluster: ClusterConfig,
-    config: Config | None,
-    say: Callable[[str], None],
-    *,
-    leaves_at_once: bool = False,
-) -> int:
+def run_agent(topology: Topology, cluster: ClusterConfig, config: Config, say: Callable[[str], None]) -> int:
     """Take part in the run until it is over; return the exit code. Raises as `JoiningNode.run` does.
 
     Schedulers send SIGTERM and SIGUSR1 to all nodes. Node 0 then ends the run in order, and this node must stay for
-    that. A second SIGTERM, or Ctrl-C, means this node: the code is then 128 and the signal's number. With
-    `leaves_at_once` the first SIGTERM does already.
+    that. A second SIGTERM, or Ctrl-C, means this node: the code is then 128 and the signal's number.
     """
     received: list[signal.Signals] = []
 
@@ -203,7 +195,7 @@ def run_agent(
         def hear(number: signal.Signals) -> None:
             is_asked_again = number in received
             received.append(number)
-            if number is signal.SIGTERM and not is_asked_again and not leaves_at_once:
+            if number is signal.SIGTERM and not is_asked_again:
                 say("SIGTERM: this node stays until node 0 ends the run; once more to leave it")
             else:
                 task.cancel()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing, suppress
 
 from spot_async.base.addresses import LOOPBACK
+from spot_async.base.tasks import while_alive
 from spot_async.errors import ConfigError
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError
 from spot_async.trainer.nodes.gate import UnknownSecretError
@@ -93,16 +94,9 @@ async def carry(local: Streams, far: Connection[bytes]) -> None:
             writer.write(await far.receive())
             await writer.drain()
 
-    async def until_closed(one_way: Callable[[], Awaitable[None]]) -> None:
-        with suppress(OSError, LostConnectionError):
-            await one_way()
-
     try:
-        async with asyncio.TaskGroup() as group:
-            ways = [group.create_task(until_closed(each)) for each in (out, back)]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
+        with suppress(OSError, LostConnectionError):
+            await while_alive(out(), back)
     finally:
         writer.close()
         await far.close()
