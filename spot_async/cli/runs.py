@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -138,6 +139,7 @@ def train(
             stop=stop,
             topology=None if node is None else node[0],
             exit_process=hung(directory),
+            report=(sys.executable, "-P", "-m", "spot_async", "report"),
         ),
     )
     outcome = run_until_stopped(training, directory, stop, prompts=settings.queue_capacity_prompts)

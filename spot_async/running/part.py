@@ -31,8 +31,8 @@ from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.running.run_trainer import RunTrainer, loss_of_trainer
 from spot_async.running.services import SENDING_WEIGHTS, OpenServices, initial_weights
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
-from spot_async.telemetry.meters import LoopLag, RunMeters
+from spot_async.telemetry.live_bottleneck import LiveBottleneck
+from spot_async.telemetry.meters import LoopLag, RunMeters, replica_states
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.side_sink import MetricSink
 from spot_async.types import WeightSnapshot, WeightVersion

@@ -7,7 +7,7 @@ directory is complete up to the last finished iteration. A signal arrives as can
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,7 @@ class Start:
     stop: StopRequest = field(default_factory=StopRequest)
     topology: Topology | None = None  # the other nodes, of which this is node 0, join the run
     exit_process: Callable[[str], None] | None = None  # see `Watchdog`
+    report: Sequence[str] = ()  # the program that writes the report of the run that is its last word
 
 
 async def train(
@@ -99,7 +100,7 @@ class TrainingRun:
         self._config = config
         self._plan = plan
         self._directory = directory
-        self._stop = start.stop
+        self._start = start
         self._screen = RunConsole(console, plan.schedule.iterations)
         self._spending = make_spending(config, plan)
         self._spending_log = SpendingLog(directory, self._spending.accounts)
@@ -150,7 +151,8 @@ class TrainingRun:
     def open_sinks(self) -> AbstractContextManager[list[MetricSink]]:
         """Open where metrics are sent to, which may take long: W&B asks its server. They are the run's `sinks`."""
         iterations, path = self._plan.schedule.iterations, self._directory.path
-        return open_sinks(self._config, path, iterations, lambda: self._results.stages, self._screen.warn)
+        stages, report = lambda: self._results.stages, self._start.report
+        return open_sinks(self._config, path, iterations, stages, self._screen.warn, report)
 
     async def run(self) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
@@ -261,7 +263,7 @@ class TrainingRun:
                 if trace is not None:
                     trace(part.orchestrator)
                 # The first trainer was started beside the servers.
-                loss = await part.train(self._stop, starts_trainer=self._restarts.count > 0)
+                loss = await part.train(self._start.stop, starts_trainer=self._restarts.count > 0)
                 if loss is None:
                     return part.orchestrator.state
                 self._restarts.after(loss, part.orchestrator.trained.step)

@@ -26,15 +26,10 @@ from spot_async.stages.events import Wait, WaitClock
 from spot_async.stages.stage import Stage, StageCounters
 from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
-from spot_async.telemetry.meters import Pool, PumpClock, phase_metrics, stage_metrics
+from spot_async.telemetry.meters import PumpClock, phase_metrics, replica_states, stage_metrics
 from spot_async.telemetry.totals import run_times
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # states in which a replica serves nothing
-
-
-def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
-    """Return the replicas of those backends that are pools, by role."""
-    return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
 def replica_lines(backends: Mapping[str, object]) -> list[str]:

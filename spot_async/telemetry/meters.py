@@ -152,25 +152,9 @@ class Pool(Protocol):
     def replicas(self) -> Sequence[ReplicaStatus]: ...
 
 
-class ReplicaMetrics:
-    """Makes the metrics of all pools among the backends of a run. The backends must have been entered."""
-
-    def __init__(self, backends: Mapping[str, object]) -> None:
-        self._pools = [each for each in backends.values() if isinstance(each, Pool)]
-        self._last = self._now()
-
-    def take(self, elapsed_s: float) -> dict[str, float]:
-        """Return the metrics of the time since the last call, `elapsed_s` ago."""
-        now, last = self._now(), self._last
-        self._last = now
-        metrics: dict[str, float] = {}
-        for name, status in now.items():
-            changes = _metrics(status, last[name], elapsed_s)
-            metrics |= {f"replica/{name}/{metric}": float(value) for metric, value in changes.items()}
-        return metrics
-
-    def _now(self) -> dict[str, ReplicaStatus]:
-        return {status.name: status for pool in self._pools for status in pool.replicas}
+def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
+    """Return the replicas of those backends that are pools, by role."""
+    return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
 
 
 def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
@@ -201,7 +185,8 @@ class RunMeters:
         """Begin to measure the first iteration. `backends` are by role, and have been entered."""
         self._traffic = {role: each for role, each in backends.items() if isinstance(each, TrafficSource)}
         self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
-        self._replicas = ReplicaMetrics(backends)
+        self._backends = backends
+        self._last_replicas = self._replicas()
         self._spending = spending
         self._loop_lag = loop_lag
         if loop_lag is not None:
@@ -211,10 +196,22 @@ class RunMeters:
         """Return the metrics of the time since the last call, `elapsed_s` ago, including evaluations."""
         return {
             **self._take_traffic(),
-            **self._replicas.take(elapsed_s),
+            **self._take_replicas(elapsed_s),
             **(self._spending.take() if self._spending is not None else {}),
             **(self._loop_lag.take() if self._loop_lag is not None else {}),
         }
+
+    def _replicas(self) -> dict[str, ReplicaStatus]:
+        return {each.name: each for states in replica_states(self._backends).values() for each in states}
+
+    def _take_replicas(self, elapsed_s: float) -> dict[str, float]:
+        now, last = self._replicas(), self._last_replicas
+        self._last_replicas = now
+        metrics: dict[str, float] = {}
+        for name, status in now.items():
+            changes = _metrics(status, last[name], elapsed_s)
+            metrics |= {f"replica/{name}/{metric}": float(value) for metric, value in changes.items()}
+        return metrics
 
     def _take_traffic(self) -> dict[str, float]:
         metrics: dict[str, float] = {}

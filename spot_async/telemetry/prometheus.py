@@ -12,7 +12,6 @@ import html
 import math
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,15 +58,15 @@ def family_of(metric: str) -> tuple[str, str, str]:
 
 @contextmanager
 def prometheus_endpoint(
-    host: str, port: int, run: Path, iterations: int, stages: Callable[[], Sequence[Stage[Any]]]
+    host: str, port: int, run: Path, iterations: int, stages: Callable[[], Sequence[Stage[Any]]], report: Sequence[str]
 ) -> Iterator[MetricSink]:
     """Serve `http://host:port/metrics` of the run in the directory `run`, which plans so many `iterations`.
 
-    Raises OSError if it cannot listen there.
+    `report` is the program that writes the report of a run, its last word. Raises OSError if it cannot listen there.
     """
     sink, registry = _Sink(run.name, iterations, stages), CollectorRegistry()
     registry.register(sink)
-    pages = Api("/", {"/metrics": ("GET", make_asgi_app(registry)), "/": ("GET", _Report(run))}, _refused)
+    pages = Api("/", {"/metrics": ("GET", make_asgi_app(registry)), "/": ("GET", _Report(run, report))}, _refused)
     app = App(Access(Credentials(), is_local=True, other_api=pages), pages)
     server = HttpServer(app, places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical")
     try:
@@ -144,15 +143,16 @@ class _Report:
     A process of its own makes it, so that the run's own thread goes on. There is one at a time.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, program: Sequence[str]) -> None:
         self._run = run
+        self._program = program
         self._making = asyncio.Lock()
         self._made_s = -math.inf
         self._error = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._making:
-            if time.monotonic() - self._made_s >= REPORT_EVERY_S:
+            if self._program and time.monotonic() - self._made_s >= REPORT_EVERY_S:
                 self._error = await self._make()
                 self._made_s = time.monotonic()
         await self._page()(scope, receive, send)
@@ -171,7 +171,7 @@ class _Report:
     async def _make(self) -> str:
         """Make it, and return why that failed: "" if it did not."""
         log = self._run / "logs" / "report.log"
-        command = [sys.executable, "-P", "-m", "spot_async", "report", str(self._run)]
+        command = [*self._program, str(self._run)]
         ours = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         try:
             log.unlink(missing_ok=True)

@@ -62,11 +62,12 @@ def open_sinks(
     iterations: int = 0,
     stages: Callable[[], Sequence[Stage[Any]]] = tuple,
     warn: Warn = lambda line: None,
+    report: Sequence[str] = (),
 ) -> Iterator[list[MetricSink]]:
     """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if W&B refuses the key.
 
     The run plans so many `iterations`. `stages` returns the stages that there are now: none until the servers have
-    answered. `warn` is told of sinks that are lost.
+    answered. `warn` is told of sinks that are lost. `report` is the program that writes the report of a run.
     """
     telemetry = config.telemetry
     sinks: list[SideSink] = []
@@ -74,7 +75,7 @@ def open_sinks(
         from spot_async.telemetry.prometheus import prometheus_endpoint
 
         name = f"telemetry.prometheus_port={port}"
-        served = prometheus_endpoint(telemetry.prometheus_host, port, directory, iterations, stages)
+        served = prometheus_endpoint(telemetry.prometheus_host, port, directory, iterations, stages, report)
         sinks.append(SideSink(name, served, warn, waits=True))
     if telemetry.tensorboard:
         sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))

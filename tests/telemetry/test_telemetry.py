@@ -74,6 +74,9 @@ def prompt_ends():
         yield
 
 
+REPORT = (sys.executable, "-P", "-m", "spot_async", "report")
+
+
 def config(**telemetry):
     return validate(
         {
@@ -311,13 +314,16 @@ def test_the_metrics_port_has_the_runs_report_which_is_made_again_only_after_a_w
             assert reply.headers["Refresh"] == "30"
             return reply.read().decode()
 
-    with open_sinks(config(prometheus_port=port), files.path):
+    with open_sinks(config(prometheus_port=port), files.path, report=REPORT):
         assert "iterations: 1 of 4" in page()
         RunDirectory.open(files.path).append("metrics.jsonl", [metrics_row(2)])
         assert "iterations: 1 of 4" in page()
         assert "spot_async_iterations_total" in scrape(port)
     (tmp_path / "none").mkdir()
-    with open_sinks(config(prometheus_port=port), tmp_path / "none"), pytest.raises(urllib.error.HTTPError) as refused:
+    with (
+        open_sinks(config(prometheus_port=port), tmp_path / "none", report=REPORT),
+        pytest.raises(urllib.error.HTTPError) as refused,
+    ):
         page()
     assert (refused.value.code, b"there is no report yet" in refused.value.read()) == (503, True)
 
@@ -331,7 +337,7 @@ def test_the_metrics_page_has_one_maker_at_a_time_and_shows_its_last_error_and_w
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as reply:
             return reply.read().decode()
 
-    with open_sinks(config(prometheus_port=port), files.path), ThreadPoolExecutor(4) as visitors:
+    with open_sinks(config(prometheus_port=port), files.path, report=REPORT), ThreadPoolExecutor(4) as visitors:
         first = [asked.result() for asked in [visitors.submit(page) for _ in range(4)]]
         assert (files.path / "logs" / "report.log").read_text().count("page: ") == 1
         assert re.search(r"<p>written at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[0])

@@ -29,7 +29,8 @@ from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.services import TeacherService
 from spot_async.telemetry.bottleneck import Bottleneck
-from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
+from spot_async.telemetry.live_bottleneck import LiveBottleneck
+from spot_async.telemetry.meters import replica_states
 from spot_async.telemetry.run_log import tokens_by_lag
 from spot_async.testing.services import VOCAB_SIZE
 from spot_async.testing.simulation import make_run, policy_context, simulated_turn_ids
