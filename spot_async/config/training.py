@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -36,12 +35,11 @@ class LoraConfig(Section):
     targets: Literal["attention", "mlp", "all"] = Field(
         "all", description="the layers that get one: q, k, v, o; gate, up, down; or all seven"
     )
-    rank_stabilised: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
 
     @property
     def scale(self) -> float:
         """The factor of what an adapter adds to its layer's output."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+        return self.alpha / self.rank
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -55,7 +55,7 @@ def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
+        "lora_alpha": lora.alpha,
         "target_modules": _modules(layers),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -103,8 +103,8 @@ def _fault(config: Any, headers: Mapping[str, Header], layers: Layers, lora: Lor
             return f"servers do not serve {key}"
     if config.get("r") != lora.rank:
         return f"its rank is {config.get('r')}, and not {lora.rank}"
-    if config.get("lora_alpha") != lora.scale * lora.rank:
-        return f"its lora_alpha is {config.get('lora_alpha')}, and not {lora.scale * lora.rank:g}"
+    if config.get("lora_alpha") != lora.alpha:
+        return f"its lora_alpha is {config.get('lora_alpha')}, and not {lora.alpha:g}"
     modules = config.get("target_modules")
     if not isinstance(modules, list) or sorted(map(str, modules)) != _modules(layers):
         return f"its target modules are {modules}, and not {_modules(layers)}"

@@ -72,7 +72,8 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "training.recompute_layers: input should be a valid boolean or greater than 0, but got -1",
         ),
         ("training.lora.lora_alpha=8", "training.lora: lora_alpha: here it is `alpha`"),
-        ("lora_rank=8", "lora_rank: unknown key; LoRA is `training.lora: {rank, alpha, targets, rank_stabilised}`"),
+        ("training.lora.rank_stabilised=true", "training.lora: rank_stabilised: what an adapter adds is multiplied by"),
+        ("lora_rank=8", "lora_rank: unknown key; LoRA is `training.lora: {rank, alpha, targets}`"),
         (
             "run.resume=runs/x",
             "run.resume: unknown key; runs are resumed by a command: `spot-async train",

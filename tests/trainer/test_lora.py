@@ -80,12 +80,12 @@ class Reference(torch.nn.Module):
     ("lora", "training", "scale", "adapted"),
     [
         ({}, {}, 2.0, ALL_LAYERS),
-        ({"targets": "attention", "rank_stabilised": True}, {"reference_kl": 0.1}, 4.0, 8),
+        ({"targets": "attention", "alpha": 16.0}, {"reference_kl": 0.1}, 4.0, 8),
         ({"targets": "mlp"}, {"recompute_layers": True, "micro_batch_tokens": 40}, 2.0, 6),
         ({}, {"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 2.0, ALL_LAYERS),
         pytest.param({}, {"compile": True}, 2.0, ALL_LAYERS, marks=[pytest.mark.long, pytest.mark.nightly]),
     ],
-    ids=["all", "attention, rank-stabilised", "mlp, recomputed layers", "sharded, recomputed layers", "compiled"],
+    ids=["all", "attention, another alpha", "mlp, recomputed layers", "sharded, recomputed layers", "compiled"],
 )
 @pytest.mark.usefixtures("moved_adapters")
 def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(
@@ -223,11 +223,10 @@ def test_a_full_disk_while_a_step_is_made_whole_leaves_its_adapter(
 def test_an_adapter_is_written_as_servers_read_it(
     student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
 ) -> None:
-    lora = {**LORA, "rank_stabilised": True, "targets": "attention"}
+    lora = {**LORA, "alpha": 16.0, "targets": "attention"}
     report = make_trainer(student, tmp_path, lora=lora, dtype="bfloat16").train(Batch(0, tuple(mixed_batch())))
     adapter = Path(report.snapshot.directory) / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
-    # SGLang knows no other factor than lora_alpha / r.
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 16.0, False)
     assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     tensors = load_file(adapter / "adapter_model.safetensors")
