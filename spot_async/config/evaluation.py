@@ -36,7 +36,7 @@ PAPER_EVALUATION = (
     "max_response_tokens",
     "seed",
 )
-PAPER_PROMPT = ("instruction", "separator")
+PAPER_PROMPT = ("instruction",)
 # Llama's templates print today's date. Fixing that date is no departure from the paper's protocol.
 DATE_ARGUMENT = "date_string"
 

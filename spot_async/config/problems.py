@@ -203,9 +203,8 @@ class PromptConfig(TemplateConfig):
 
     instruction: str = Field(
         "Please reason step by step, and put your final answer within \\boxed{}.",
-        description="appended to the problem; empty for none",
+        description="appended to the problem, behind a blank or behind its own white space; empty for none",
     )
-    separator: str = Field(" ", description="text between the problem and the instruction")
     teacher: TeacherPromptConfig | None = Field(
         None,
         description="what the teacher reads in place of the student's prompt, such as the solution beside the problem; "

@@ -200,12 +200,13 @@ class PromptRenderer:
         return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=marked)
 
     def message(self, problem: Problem) -> str:
-        """Return the user's message."""
-        parts = (problem.text.strip(), self.instruction(problem))
-        return self._config.separator.join(filter(None, parts))
+        """Return the user's message: the instruction stands behind its own white space, or behind a blank."""
+        instruction = self.instruction(problem)
+        gap = "" if instruction[:1].isspace() else " "
+        return f"{problem.text.strip()}{gap}{instruction}".strip()
 
     def instruction(self, problem: Problem) -> str:
-        return (self._config.instruction if problem.instruction is None else problem.instruction).strip()
+        return (self._config.instruction if problem.instruction is None else problem.instruction).rstrip()
 
     def _turns(self, problem: Problem) -> list[ChatTurn]:
         return [*problem.history, ChatTurn(role="user", content=self.message(problem))]
@@ -319,7 +320,7 @@ class TeacherPromptRenderer(PromptRenderer):
     def message(self, problem: Problem) -> str:
         def part(name: str) -> str:
             if name == "instruction":
-                return self.instruction(problem)
+                return self.instruction(problem).lstrip()
             value: str = (getattr(problem, "text" if name == "problem" else name) or "").strip()
             if not value:
                 raise ConfigError(

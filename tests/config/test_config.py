@@ -96,6 +96,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "telemetry.wandb.mode: unknown key; W&B's own variables say it: WANDB_ENTITY, WANDB_NAME, WANDB_MODE",
         ),
         ("teacher.backend.score_tokens=8", "unknown key; the engine of `local` decides that itself: take it out"),
+        ('prompt.separator=" / "', "here it is `prompt.instruction` (begin it with the white space)"),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),
@@ -244,8 +245,8 @@ def test_a_text_for_models_with_two_backslashes_before_a_command_is_named_and_a_
 
 
 def test_line_ends_and_tabs_that_are_meant_stay(config_path):
-    config = load_config(config_path, [r'prompt.separator="\r\n\t"', r"prompt.instruction='In \boxed{}, not \neq.'"])
-    assert (config.prompt.separator, config.prompt.instruction) == ("\r\n\t", r"In \boxed{}, not \neq.")
+    config = load_config(config_path, [r'prompt.teacher.text="\r\n\t"', r"prompt.instruction='In \boxed{}, not \neq.'"])
+    assert (config.prompt.teacher.text, config.prompt.instruction) == ("\r\n\t", r"In \boxed{}, not \neq.")
 
 
 def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_path):

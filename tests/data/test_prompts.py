@@ -90,9 +90,9 @@ def test_thinking_is_off_on_or_left_to_the_template(rendered):
         rendered(template_arguments={"enable_thinking": True})
 
 
-def test_the_instruction_follows_the_problem_behind_the_separator(rendered):
+def test_the_instruction_follows_the_problem_behind_a_blank_or_its_own_white_space(rendered):
     assert rendered(instruction="Go.", thinking=None) == "<user>1+1 Go.<assistant>"
-    assert rendered(instruction="Go.", separator="\n", thinking=None) == "<user>1+1\nGo.<assistant>"
+    assert rendered(instruction="\nGo.\n", thinking=None) == "<user>1+1\nGo.<assistant>"
 
 
 def test_a_template_that_is_no_file_or_no_template_is_one_line(rendered, tmp_path):
@@ -296,15 +296,15 @@ def test_the_teachers_text_is_filled_in_once(shown_to_teacher):
 
 
 def test_the_students_turns_have_what_its_prompt_has_and_texts_follow_in_the_last():
-    config = PromptConfig(instruction="Go.", separator=" / ", template="student")
+    config = PromptConfig(instruction="\n\nGo.", template="student")
     renderer = PromptRenderer(Vocabulary.load(Path("examples/running_sum/student")), config)
     talked = Problem(id="b", text=" 2+2 ", answer="4", history=(ChatTurn(role="system", content="Be brief."),))
     (source,) = render_all([talked], renderer)
     scheduled = next(iter(PromptSchedule([source], batch_size=1, run_seed=0, shuffle=False)))
     for prompt in (scheduled, renderer.prompt(talked)):
         assert renderer.turn_ids(prompt.turns()).tolist() == prompt.token_ids.tolist()
-        assert [turn.content for turn in prompt.turns()] == ["Be brief.", "2+2 / Go."]
-        assert [turn.content for turn in prompt.turns("4", "", "Right.")] == ["Be brief.", "2+2 / Go. 4 Right."]
+        assert [turn.content for turn in prompt.turns()] == ["Be brief.", "2+2\n\nGo."]
+        assert [turn.content for turn in prompt.turns("4", "", "Right.")] == ["Be brief.", "2+2\n\nGo. 4 Right."]
     bare = Prompt(ordinal=0, problem=SOLVED, token_ids=np.zeros(1, np.int32))  # that nobody has rendered
     assert [turn.content for turn in bare.turns("2")] == [" 1+1  2"]
 
