@@ -500,7 +500,7 @@ def trainer_on_thread() -> Iterator[None]:
     from spot_async.trainer.handle import TrainerProcess
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
+        patch.setattr(TrainerProcess, "_make_ranks", trainer_on_thread.make)
         patch.setattr(services, "diagnose", kept_replies.diagnose)
         patch.setattr(LocalServer, "post", kept_replies.post)
         yield

@@ -71,16 +71,7 @@ class TrainerProcess(Opened):
         self._saved_socket = bound(endpoint(channel_directory, SAVED))
         if self._nodes is not None:
             await self._nodes.begin(self._settings.model_dump_json())
-        settings_path = self._settings.save()
-        self._ranks = RankProcesses(
-            self._settings,
-            settings_path,
-            channel_directory,
-            settings_path.parent / "logs" / "trainer.log",
-            cores=self._cores,
-            meeting=None if self._nodes is None else self._nodes.meeting,
-        )
-        await stack.enter_async_context(self._ranks)
+        self._ranks = await stack.enter_async_context(self._make_ranks(channel_directory))
         if self._nodes is not None:
             stack.push_async_callback(self._nodes.stop)
         ready = await self._while_it_lives(self._ready(), "the trainer was not ready")
@@ -118,6 +109,11 @@ class TrainerProcess(Opened):
         """Wait until what `save` began is on disk; return its seconds. Raises `TrainerError` as `train` does."""
         told = _outcome(self._saved_socket, Saved, step)
         return (await self._while_it_lives(told, f"step {step} was not saved")).seconds
+
+    def _make_ranks(self, channel_directory: str) -> RankProcesses:
+        path, meeting = self._settings.save(), None if self._nodes is None else self._nodes.meeting
+        log_path = path.parent / "logs" / "trainer.log"
+        return RankProcesses(self._settings, path, channel_directory, log_path, cores=self._cores, meeting=meeting)
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
         """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""

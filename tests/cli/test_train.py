@@ -48,7 +48,7 @@ def finished_run(ranks, tmp_path_factory, few_problems, servers_on_threads):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPOT_ASYNC_TEST", "finished")
         if ranks == 1:
-            patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
+            patch.setattr(TrainerProcess, "_make_ranks", trainer_on_thread.make)
         done = invoke(
             patch,
             "train",

@@ -189,7 +189,7 @@ class RayRun:
 
 LONG = "training.iterations=2000"
 NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
-RANK = "spot_async.trainer"
+RANK = "-m spot_async.trainer "
 DATA = ROOT / "examples" / "running_sum"
 TABLE = (
     f"evaluation={{problems: {DATA}/data/heldout.jsonl, samples: 1, max_response_tokens: 64, verifier: boxed_match}}"

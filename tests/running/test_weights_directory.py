@@ -98,15 +98,15 @@ def test_a_run_keeps_the_student_of_its_newest_checkpoint_and_nothing_elsewhere(
     run: Callable[..., Path], memory: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
 ) -> None:
     where: list[tuple[Path, int]] = []
-    start = TrainerProcess._start
+    make = TrainerProcess._make_ranks
 
-    async def noted(trainer: TrainerProcess, channel_directory: str) -> object:
+    def noted(trainer: TrainerProcess, channel_directory: str) -> object:
         place = trainer._settings.weights_directory
         where.append((place.parent, place.stat().st_mode & 0o777))
-        return await start(trainer, channel_directory)
+        return make(trainer, channel_directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainerProcess, "_start", noted)
+        patch.setattr(TrainerProcess, "_make_ranks", noted)
         elsewhere = run("elsewhere", f"training.weights_directory={memory}", *keys)
     assert where == [(memory, 0o700)]
     assert not list(memory.iterdir())

@@ -1,7 +1,7 @@
 """Runs a trainer's only rank on a thread of this process, for tests that are about what it trains and not its process.
 
-It is given its batches over its socket, as always. This saves the seconds in which a rank of its own would
-import torch and transformers. `trainer/test_process.py` and the drills test real processes.
+It is given its batches over its socket, as always. This saves the seconds in which a rank of its own would import torch
+and transformers. `trainer/test_process.py` and the drills test real processes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import torch
 import zmq
 
+from spot_async.base.tasks import Opened
 from spot_async.errors import ProcessDiedError
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.handle import TrainerProcess
@@ -19,20 +20,23 @@ from spot_async.trainer.parallel import strategy_of
 from spot_async.trainer.rank import StudentTrainer, train_batches
 
 
-class RankOnThread:
-    """In place of a trainer's `ChildProcess`."""
+class RankOnThread(Opened):
+    """In place of a trainer's `RankProcesses`."""
 
     def __init__(self, trainer: TrainerProcess, channel_directory: str) -> None:
-        settings = trainer._settings
+        settings = self._settings = trainer._settings
         assert (settings.training.ranks, settings.training.sharding) == (1, "none"), "needs processes of its own"
-        self.pid = 0  # no process: nothing stands below it
         self.log_path = settings.save().parent / "logs" / "trainer.log"
         self.log_path.parent.mkdir(exist_ok=True)
         self.log_path.write_text("trained by a thread of the test\n")
+        self._channel_directory = channel_directory
         self._context = zmq.Context.instance()  # of the rank's socket
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         # The student is loaded here, since transformers cannot load two models at a time, and servers load theirs here.
-        student = StudentTrainer(settings, strategy_of(settings.training), torch.device("cpu"))
-        feed = BatchFeed(channel_directory, rank=0, step=student.step)
+        student = StudentTrainer(self._settings, strategy_of(self._settings.training), torch.device("cpu"))
+        feed = BatchFeed(self._channel_directory, rank=0, step=student.step)
+        stack.push_async_callback(self._stop)
         self._rank = asyncio.create_task(asyncio.to_thread(_train, student, feed))
 
     async def watch(self) -> None:
@@ -40,7 +44,7 @@ class RankOnThread:
         if said := self._rank.result():
             raise ProcessDiedError(f"the trainer's thread ended: {said} (log: {self.log_path})")
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         """Interrupt the rank, which waits for a message or is about to send one."""
         await asyncio.to_thread(self._context.term)
         await asyncio.wait({self._rank})
@@ -59,6 +63,6 @@ def _train(student: StudentTrainer, feed: BatchFeed) -> str:
     return ""
 
 
-async def start(trainer: TrainerProcess, channel_directory: str) -> RankOnThread:
-    """Start a rank on a thread, in place of `TrainerProcess._start`."""
+def make(trainer: TrainerProcess, channel_directory: str) -> RankOnThread:
+    """Make a rank on a thread, in place of `TrainerProcess._make_ranks`."""
     return RankOnThread(trainer, channel_directory)
