@@ -27,7 +27,7 @@ import msgspec
 from spot_async.types import Supervision, TrainReport, WeightFile
 
 # These variables of the environment tell ranks that are on several nodes.
-NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
+NODES_VARIABLE = "SPOT_ASYNC_NODES"
 STORE_PORT_VARIABLE = "SPOT_ASYNC_STORE_PORT"  # of loopback, where this node's ranks reach the process group's store
 
 

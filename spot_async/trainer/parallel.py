@@ -41,7 +41,7 @@ from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.groups import Ranks
-from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE
+from spot_async.trainer.messages import NODES_VARIABLE, STORE_PORT_VARIABLE
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
@@ -63,10 +63,9 @@ class RankPlace(NamedTuple):
 
 
 def rank_place() -> RankPlace:
-    """Return where this process is, from its environment. It is told of the ranks of its own node alone."""
-    here, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
-    before = int(os.environ.get(NODE_RANK_VARIABLE, "0")) * here
-    return RankPlace(before + int(os.environ["RANK"]), here * nodes, nodes)
+    """Return where this process is, from its environment."""
+    nodes = int(os.environ.get(NODES_VARIABLE, "1"))
+    return RankPlace(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), nodes)
 
 
 def rank_device(choice: Literal["auto", "cuda", "cpu"] = "auto", needs_gpu: str | None = None) -> torch.device:

@@ -20,7 +20,7 @@ from spot_async.base.addresses import LOOPBACK, group_interfaces, own_address_to
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.tasks import Opened, gather, settle
 from spot_async.errors import ProcessDiedError
-from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE
+from spot_async.trainer.messages import NODES_VARIABLE, STORE_PORT_VARIABLE
 from spot_async.trainer.nodes.topology import Topology
 from spot_async.trainer.settings import TrainerSettings
 
@@ -41,7 +41,6 @@ class Meeting:
         """Return what ranks are told of it."""
         return {
             NODES_VARIABLE: str(self.topology.nodes),
-            NODE_RANK_VARIABLE: str(self.topology.node_rank),
             STORE_PORT_VARIABLE: str(self.store_port),
             **group_interfaces(own_address_towards(self.topology.address)),
         }
@@ -70,24 +69,24 @@ class RankProcesses(Opened):
         self._first_end: str | None = None
 
     async def _open(self, stack: AsyncExitStack) -> None:
-        nodes, before = 1, 0
-        places = group_interfaces(LOOPBACK)
+        ranks = count = self._settings.training.ranks
+        first, places = 0, group_interfaces(LOOPBACK)
         if self._meeting is not None:
-            nodes, before = self._meeting.topology.nodes, self._meeting.topology.node_rank
-            places = self._meeting.variables
-        count = self._settings.training.ranks // nodes
+            count = ranks // self._meeting.topology.nodes
+            first, places = count * self._meeting.topology.node_rank, self._meeting.variables
         common = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as `torchrun`
             **of_allocator(os.environ),
             **places,
             "OMP_NUM_THREADS": str(self._settings.training.threads),
-            "WORLD_SIZE": str(count),
+            "WORLD_SIZE": str(ranks),
         }
         stack.push_async_callback(self._stop)
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: str(self._error_file(rank))}
+        for number in range(count):
+            own = {"RANK": str(first + number), "LOCAL_RANK": str(number)}
+            own[ERROR_FILE_VARIABLE] = str(self._error_file(number))
             child = await ChildProcess.start(
-                f"rank {before * count + rank}",
+                f"rank {first + number}",
                 [sys.executable, "-m", "spot_async.trainer", *self._words],
                 log_path=self.log_path,
                 environment=common | own,
@@ -117,19 +116,19 @@ class RankProcesses(Opened):
 
         A killed rank makes the others raise. So of several that have ended one that was killed was first.
         """
-        ended = [(rank, code) for rank, each in enumerate(self._ranks) if (code := each.returncode) is not None]
-        rank, code = min(ended, key=lambda each: each[1] >= 0)
-        return self._ranks[rank].describe_end(code, self._raised(rank))
+        ended = [(number, code) for number, each in enumerate(self._ranks) if (code := each.returncode) is not None]
+        number, code = min(ended, key=lambda each: each[1] >= 0)
+        return self._ranks[number].describe_end(code, self._raised(number))
 
-    def _raised(self, rank: int) -> str | None:
+    def _raised(self, number: int) -> str | None:
         """Return the first line of what a rank raised: in the log others may have written after it."""
         with suppress(FileNotFoundError):
-            text: str = json.loads(self._error_file(rank).read_bytes())["message"]["message"]
+            text: str = json.loads(self._error_file(number).read_bytes())["message"]["message"]
             return text.splitlines()[0]
         return None
 
-    def _error_file(self, rank: int) -> Path:
-        return Path(self._words[1]) / f"error-{rank}.json"
+    def _error_file(self, number: int) -> Path:
+        return Path(self._words[1]) / f"error-{number}.json"
 
 
 def of_allocator(environ: Mapping[str, str]) -> dict[str, str]:

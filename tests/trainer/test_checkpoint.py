@@ -88,11 +88,9 @@ def group(number, nodes, ranks, jobs):
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            node, local_rank = divmod(rank, ranks // nodes)
-            os.environ.update(RANK=str(local_rank), WORLD_SIZE=str(ranks // nodes))
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
             if nodes > 1:
-                os.environ.update(SPOT_ASYNC_NODES=str(nodes), SPOT_ASYNC_NODE_RANK=str(node))
-                os.environ.update(SPOT_ASYNC_STORE_PORT=str(port))
+                os.environ.update(SPOT_ASYNC_NODES=str(nodes), SPOT_ASYNC_STORE_PORT=str(port))
             try:
                 with process_group(str(channel), cpu, "fsdp2"):
                     for job in jobs:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spot_async.trainer.groups import Ranks
-from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE
+from spot_async.trainer.messages import NODES_VARIABLE
 from spot_async.trainer.parallel import ShardedStrategy
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", NODES_VARIABLE: "2", NODE_RANK_VARIABLE: "0"}
+os.environ |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", NODES_VARIABLE: "2"}
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 Ranks.form = lambda ranks, make, groups_of: make()  # the others, for which it waits, are not there
 calls = []
