@@ -176,6 +176,11 @@ class LaunchSettings(ProcessSettings):
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
 
     @property
+    def device_names(self) -> list[str]:
+        """The devices that the settings name; empty if they name none."""
+        return [] if self.devices is None else [each.strip() for each in self.devices.split(",")]
+
+    @property
     def is_narrow(self) -> bool:
         """Whether the server may compute in 16 bits. Its logits, rounded to those, would be up to 0.25 nats off.
 
@@ -208,7 +213,7 @@ class LaunchSettings(ProcessSettings):
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices: set resources.GPU to that"
             )
-        named = [] if self.devices is None else [each.strip() for each in self.devices.split(",")]
+        named = self.device_names
         if twice := next((each for each in named if named.count(each) > 1), None):
             raise ValueError(f"devices={self.devices} names {twice} twice: name each device once")
         if self.tensor_parallel_size > 1 and has_instances(named):
@@ -216,20 +221,18 @@ class LaunchSettings(ProcessSettings):
                 f"tensor_parallel_size={self.tensor_parallel_size}: a process sees one instance of MIG: set it to 1, "
                 "or name whole GPUs in devices"
             )
-        given = None if self.devices is None else len(named)
         taken = self.replicas * self.tensor_parallel_size
-        if given is not None and 1 < taken != given:
+        if named and 1 < taken != len(named):
             each = f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices"
             words = each if self.replicas == 1 else f"replicas={self.replicas} take {taken} devices"
-            raise ValueError(f"{words}, but devices={self.devices} names {given}")
+            raise ValueError(f"{words}, but devices={self.devices} names {len(named)}")
 
     def servers(self) -> list[Self]:
         """Return the settings of each of the `replicas`, with its own devices. Ray chooses those of `resources`."""
         if self.replicas == 1:
             return [self]
         size = self.tensor_parallel_size
-        devices = ",".join(map(str, range(self.replicas * size))) if self.devices is None else self.devices
-        names = [each.strip() for each in devices.split(",")]
+        names = self.device_names or [*map(str, range(self.replicas * size))]
         shares = [",".join(names[first : first + size]) for first in range(0, len(names), size)]
         return [
             self.model_copy(update={"replicas": 1, "devices": None if self.resources else share}) for share in shares
@@ -253,15 +256,11 @@ def check_together(launches: Sequence[LaunchSettings]) -> None:
 
 def _check_devices_of(launches: Sequence[LaunchSettings]) -> None:
     """Check the servers of one machine."""
-    names = [None if each.devices is None else each.devices.split(",") for each in launches]
-    if None in names and any(names):
+    names = [each.device_names for each in launches]
+    if [] in names and any(names):
         raise ValueError("devices: a server without this key uses all devices: set it for each server, or for none")
-    for device in sorted({device.strip() for each in names for device in each or []}):
-        shares = [
-            each.memory_fraction
-            for each, named in zip(launches, names, strict=True)
-            if device in map(str.strip, named or [])
-        ]
+    for device in sorted({device for each in names for device in each}):
+        shares = [each.memory_fraction for each in launches if device in each.device_names]
         if len(shares) > 1 and sum(share if share is not None else 1.0 for share in shares) > 1.0:
             raise ValueError(
                 f"devices: {device} is given to {len(shares)} servers: give each its own devices, or each a "

@@ -256,11 +256,11 @@ class StudentServerSettings(AttachedSettings):
         for launch in as_list(self.launch):
             if launch.is_elsewhere:
                 continue
-            devices = launch.devices or ",".join(map(str, range(launch.tensor_parallel_size)))
-            if (number or "0") in map(str.strip, devices.split(",")):
+            devices = launch.device_names if launch.devices else [*map(str, range(launch.tensor_parallel_size))]
+            if (number or "0") in devices:
                 raise ValueError(
-                    f"weights.device={device}: the server on launch.devices={devices} uses this GPU, and NCCL takes "
-                    f"each once: {remedy}"
+                    f"weights.device={device}: the server on launch.devices={','.join(devices)} uses this GPU, and "
+                    f"NCCL takes each once: {remedy}"
                 )
 
     def check_installed(self, section: str) -> None:

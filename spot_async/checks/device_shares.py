@@ -110,8 +110,7 @@ def _with_cache(launch: Any, part: ServerOnDevice | None) -> Any:
 
 def device_names(launch: Any) -> list[str]:
     """Return the devices that the settings of a server name which is started here; empty if they name none."""
-    devices = None if launch is None or launch.is_elsewhere else getattr(launch, "devices", None)
-    return [] if devices is None else [each.strip() for each in devices.split(",")]
+    return [] if launch is None or launch.is_elsewhere else getattr(launch, "device_names", [])
 
 
 def _is_numbered(launch: Any) -> bool:
