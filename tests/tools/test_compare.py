@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluation_files import written
-from run_files import make_run, metrics_row
+from run_files import make_run, metrics_row, spot_sample
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -40,7 +40,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_of_a_comparison_has_its_table_its_differences_and_the_runs_curves(tmp_path):
     one, other = written(tmp_path / "one", {"AMC23": [0, 8, 4]}), tmp_path / "other"
-    make_run(other, [], [metrics_row(i) | {"evaluation/avg@8": i / 10, "rollout/accuracy": 0.5} for i in (1, 2, 3)])
+    rows = [metrics_row(i) | {"evaluation/avg@8": i / 10, "rollout/accuracy": 0.5} for i in (1, 2, 3)]
+    make_run(other, [spot_sample()], rows)
     written(other, {"AMC23": [8, 8, 8]}, model_fingerprint="g")
     page = tmp_path / "page.html"
     assert "page: " in shown(f"<b>one</b>={one}", f"other={other}", "--html", str(page))
@@ -51,7 +52,7 @@ def test_the_page_of_a_comparison_has_its_table_its_differences_and_the_runs_cur
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     assert {"Accuracy on held-out problems", "Accuracy in training", "Time of an iteration"} <= set(titles)
     report = tmp_path / "page-runs" / "run-1.html"  # of the only one that trained
-    assert [*report.parent.iterdir()] == [report]
+    assert {each.name for each in report.parent.iterdir()} == {"run-1.html", "run-1-samples"}
     assert '<a href="page-runs/run-1.html">report of other</a>' in text
     assert '<a href="../page.html">comparison</a>' in report.read_text()
     alone = tmp_path / "alone.html"

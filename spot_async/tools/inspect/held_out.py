@@ -72,20 +72,12 @@ class ResultTable:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """One figure over all problems, by iteration. Iteration 0 is before training."""
-
-    name: str  # such as Avg@8
-    points: tuple[tuple[float, float], ...]  # (iteration, share)
-    errors: tuple[float, ...]  # standard errors; NaN where there is none
-
-
-@dataclass(frozen=True)
 class HeldOut:
     """The evaluations that were made during a run."""
 
-    curves: tuple[Curve, ...]  # at least one, and each with points
-    criterion: Curve  # the one of them that picks the best student
+    # Each is a figure over all problems, such as Avg@8, by iteration; 0 is before training. At least one, with points.
+    curves: tuple[Series, ...]
+    criterion: Series  # the one of them that picks the best student
 
     @property
     def best(self) -> int:
@@ -106,7 +98,7 @@ class HeldOut:
     @property
     def headline(self) -> str:
         """Return the first and the newest figure."""
-        (_, first), *_, (iteration, last) = self.criterion.points * 2
+        (_, first), (iteration, last) = self.criterion.points[0], self.criterion.points[-1]
         at = f"{self.criterion.name}, iteration {iteration:g}"
         return f"{percent(first)} \N{RIGHTWARDS ARROW} {percent(last)} held out so far ({at})"
 
@@ -119,9 +111,8 @@ class HeldOut:
         )
 
     def figure(self) -> Markup:
-        series = [Series(curve.name, curve.points, errors=curve.errors) for curve in self.curves]
         marked = {self.criterion.points[self.best][0]: "the best"}
-        return svg.line_plot(series, format_y=percent, most=1.0, marked=marked)
+        return svg.line_plot(self.curves, format_y=percent, most=1.0, marked=marked)
 
 
 def held_out(
@@ -144,7 +135,7 @@ def figures_of(files: RunFiles, when: str) -> EvaluationFigures | None:
     return read_figures(path) if path.exists() else None
 
 
-def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, after: EvaluationFigures | None) -> Curve:
+def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, after: EvaluationFigures | None) -> Series:
     metric = f"evaluation/{name}@{k}"
     found = [
         (
@@ -161,8 +152,8 @@ def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, afte
     # An evaluation after the last iteration would be the same one as that after the run.
     if end is not None and found and found[-1][0] < rows[-1]["iteration"]:
         found.append((rows[-1]["iteration"], end.value, _number(end.standard_error)))
-    points = tuple((iteration, value) for iteration, value, _ in found)
-    return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))
+    points = [(iteration, value) for iteration, value, _ in found]
+    return Series(f"{name.capitalize()}@{k}", points, errors=[error for *_, error in found])
 
 
 def _overall(evaluation: EvaluationFigures | None, name: str, k: int) -> Estimate | None:
