@@ -117,10 +117,9 @@ class EvaluationConfig(Section):
         [], description="further k, up to a benchmark's `samples`, for which an unbiased Pass@k is reported"
     )
     eval_every: int = Field(
-        0, ge=0, description="iterations between evaluations during training, which keep the best student; 0 for none"
-    )
-    best_by: Literal["avg", "pass"] = Field(
-        "avg", description="the figure over all problems that decides which is best"
+        0,
+        ge=0,
+        description="iterations between evaluations during training, which keep the student of the best Avg@n; 0: none",
     )
     temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
     top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")

@@ -34,7 +34,7 @@ class RunEvaluations:
     def __init__(
         self, config: Config, plan: TrainPlan, directory: RunDirectory, events: Channel, results: RunResults
     ) -> None:
-        self.history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
+        self.history = EvaluationHistory(directory)
         self._config = config
         self._plan = plan
         self._directory = directory

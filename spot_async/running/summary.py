@@ -110,7 +110,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
 def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
     if best is None:
         return None
-    return asdict(best) | {"optimistic": "picked by the problems it is measured on"}
+    return asdict(best) | {"criterion": "avg", "optimistic": "picked by the problems it is measured on"}
 
 
 def change_summary(

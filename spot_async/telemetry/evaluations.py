@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,15 +25,12 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.telemetry.screen import number_table
 from spot_async.types import Verdict
 
-Criterion = Literal["avg", "pass"]
-
 
 @dataclass(frozen=True)
 class BestCheckpoint:
     """The best student so far; its weights are `best` in the run directory."""
 
     iteration: int
-    criterion: Criterion
     samples: int  # responses per problem, which is the k of Avg@k and Pass@k
     value: float  # its figure, in [0, 1]
     standard_error: float
@@ -43,11 +39,10 @@ class BestCheckpoint:
 class EvaluationHistory:
     """Follows the evaluations of a run, as a listener. `best` is None before the first."""
 
-    def __init__(self, directory: RunDirectory, criterion: Criterion) -> None:
+    def __init__(self, directory: RunDirectory) -> None:
         self.best: BestCheckpoint | None = None
         self._last: tuple[int, EvaluationResult] | None = None  # (iteration before it, newest evaluation)
         self._directory = directory
-        self._criterion = criterion
 
     def on(self, event: Event) -> None:
         if isinstance(event, Evaluated):
@@ -94,9 +89,8 @@ class EvaluationHistory:
         figures = evaluation.figures()
         if figures.avg is None:
             return None
-        estimate = figures.avg if self._criterion == "avg" else figures.pass_at[figures.samples]
-        error = math.nan if estimate.standard_error is None else estimate.standard_error
-        return BestCheckpoint(iteration, self._criterion, figures.samples, estimate.value, error)
+        error = math.nan if figures.avg.standard_error is None else figures.avg.standard_error
+        return BestCheckpoint(iteration, figures.samples, figures.avg.value, error)
 
 
 NOT_JUDGED = (Verdict.TIMEOUT, Verdict.ERROR)

@@ -85,7 +85,7 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
         monkeypatch.setattr(os, "link", refuse)
-    history = EvaluationHistory(run, "avg")
+    history = EvaluationHistory(run)
     results = [evaluation([0, 0], [1, 0]), None, evaluation([1, 0], [1, 0]), None, evaluation([1, 1], [0, 0]), None]
     for step, result in enumerate(results, start=1):
         if result is None:
@@ -105,7 +105,7 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
 
 
 def test_a_history_that_goes_back_keeps_the_best_of_the_weights_that_are_there(run):
-    history = EvaluationHistory(run, "avg")
+    history = EvaluationHistory(run)
     results = {1: evaluation([0, 0], [1, 0]), 2: evaluation([1, 1], [1, 0]), 3: evaluation([1, 1], [1, 1])}
     history.on(evaluated(run, 1, results[1]))
     publish(run, 2)  # evaluated, and a kill came before these were kept
@@ -171,15 +171,11 @@ def test_weights_in_use_are_not_deleted(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(
-    ("criterion", "best"),
-    [("avg", BestCheckpoint(1, "avg", 3, 0.5, 0.5)), ("pass", BestCheckpoint(2, "pass", 3, 1, 0))],
-)
-def test_the_criterion_decides_what_is_best(run, criterion, best):
-    history = EvaluationHistory(run, criterion)
+def test_the_best_average_decides_what_is_best(run):
+    history = EvaluationHistory(run)
     history.on(evaluated(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
     history.on(evaluated(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
-    assert history.best == best
+    assert history.best == BestCheckpoint(1, 3, 0.5, 0.5)
 
 
 def test_a_run_of_before_is_read_and_not_continued(run):
