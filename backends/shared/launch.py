@@ -175,7 +175,6 @@ class LaunchedServer(Opened):
             far = FarPlace(
                 settings.prefix,
                 settings.interpreter or "",
-                settings.heartbeat_timeout_s,
                 directory=directory if command.files else None,
                 files=command.files,
             )

@@ -58,9 +58,6 @@ class ProcessSettings(Section):
         description="names of this process's variables that the server gets too; by itself it gets all but those that "
         "hold keys, and none with prefix; their values are not saved",
     )
-    heartbeat_timeout_s: PositiveFloat = Field(
-        60.0, description="with prefix: the server ends when its machine has heard nothing of the run for so long"
-    )
 
     def _check(self) -> None:
         if self.resources:

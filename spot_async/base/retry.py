@@ -15,6 +15,7 @@ BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
 MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the power would overflow
 VERIFY_ATTEMPTS = 2  # missing evidence is asked for once more
+HEARTBEAT_TIMEOUT_S = 60.0  # another machine that says nothing for so long is lost, and its programs end by themselves
 START_TIMEOUT_S = 600.0  # for a server to start, at least
 WEIGHT_UPDATE_TIMEOUT_S = 600.0  # to send weights to all servers of a role, to one that returns, and at the start
 CAPABILITIES_TIMEOUT_S = 60.0  # for a server to say what it offers

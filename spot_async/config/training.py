@@ -295,9 +295,6 @@ class ClusterConfig(Section):
     join_timeout_s: PositiveFloat = Field(
         600.0, description="longest wait for all nodes, at the start and after one was lost"
     )
-    heartbeat_timeout_s: PositiveFloat = Field(
-        60.0, description="a node that is silent for so long is lost: its machine or the network is down"
-    )
     start_timeout_s: PositiveFloat = Field(
         30.0,
         description="with kind=ray: longest wait for Ray to find room; raise it where nodes are still to come",

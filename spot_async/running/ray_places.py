@@ -138,7 +138,7 @@ class PlacedNode:
         topology = replace(self.nodes.topology, node_rank=self.node_rank)
         command = agent_command(topology, self.cluster)
         environment = {**SAFE_PATH, SECRET_VARIABLE: topology.secret.value.decode()}
-        place = FarPlace(self.prefix, sys.executable, self.cluster.heartbeat_timeout_s)
+        place = FarPlace(self.prefix, sys.executable)
         name = f"node-{self.node_rank}"
         while True:
             agent = await ChildProcess.start_foreign(

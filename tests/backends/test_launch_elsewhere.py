@@ -175,7 +175,6 @@ async def test_a_server_on_loopback_of_another_machine_is_refused_unless_its_por
         ({"host": "10.0.0.5"}, "host: only with prefix"),
         ({"prefix": ["", "ssh"]}, "prefix: its first word is empty"),
         ({"prefix": ["env"], "environment": {"A B": "1"}}, "'A B' is no name of a variable"),
-        ({"prefix": ["env"], "heartbeat_timeout_s": 0.0}, "greater than 0"),
     ],
 )
 def test_settings_of_a_prefix_that_cannot_work_are_refused(launch, expected):

@@ -98,6 +98,11 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("teacher.backend.score_tokens=8", "unknown key; the engine of `local` decides that itself: take it out"),
         ('prompt.separator=" / "', "here it is `prompt.instruction` (begin it with the white space)"),
         ("evaluation.best_by=pass", "unknown key; the best student is the one of the best Avg@n: take it out"),
+        ("cluster.heartbeat_timeout_s=8", "a machine that says nothing for a minute is lost: take it out"),
+        (
+            "teacher.backend={kind: vllm, launch: [{python: p, heartbeat_timeout_s: 8}]}",
+            "launch.0.heartbeat_timeout_s: unknown key; a machine that says nothing for a minute is lost: take it out",
+        ),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

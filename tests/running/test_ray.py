@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT
+from kill_drill import ROOT, with_heartbeats
 from network_namespaces import Machine, machines
 
 PYTHON = os.environ.get("SPOT_RAY_PYTHON", "")
@@ -146,7 +146,14 @@ def check_trained_once(machine: Machine, run: Path) -> None:
 class RayRun:
     """A run on the head."""
 
-    def __init__(self, cluster: Sequence[Machine], directory: Path, *keys: str, student: str = "m1: 1") -> None:
+    def __init__(
+        self,
+        cluster: Sequence[Machine],
+        directory: Path,
+        *keys: str,
+        student: str = "m1: 1",
+        heartbeat_timeout_s: float = 60.0,
+    ) -> None:
         self.cluster = cluster
         self.path = directory / "run"
         self._log = directory / "command.log"
@@ -156,7 +163,11 @@ class RayRun:
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                cluster[0].command(*words), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+                cluster[0].command(*with_heartbeats(words, heartbeat_timeout_s)),
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def __enter__(self) -> RayRun:
@@ -377,9 +388,7 @@ def test_what_a_server_has_started_ends_when_ray_kills_the_worker(cluster):
 
 @pytest.mark.parametrize("victim", ["raylet/raylet", "scripts start", "link"])
 def test_nothing_is_left_on_a_node_that_ray_has_lost(cluster, lost, tmp_path, victim):
-    with RayRun(
-        [*cluster, lost], tmp_path, LONG, "student.backend.launch.heartbeat_timeout_s=5", student="m2: 1"
-    ) as run:
+    with RayRun([*cluster, lost], tmp_path, LONG, student="m2: 1", heartbeat_timeout_s=5.0) as run:
         run.until(1)
         assert pids(lost, SERVER)
         if victim == "link":

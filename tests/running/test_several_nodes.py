@@ -60,8 +60,8 @@ def test_whatever_is_killed_or_cut_off_is_named_and_the_run_ends_as_on_one_machi
     tmp_path: Path, sharding: str
 ) -> None:
     iterations = 12
-    keys = (f"training.iterations={iterations}", f"training.sharding={sharding}", "cluster.heartbeat_timeout_s=5")
-    with begun(3, tmp_path / "nodes", *keys) as (run, (first, second)):
+    keys = (f"training.iterations={iterations}", f"training.sharding={sharding}")
+    with begun(3, tmp_path / "nodes", *keys, heartbeat_timeout_s=5.0) as (run, (first, second)):
         here, there, elsewhere = run.place
 
         def goes_on(restart: int) -> None:

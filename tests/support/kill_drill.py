@@ -240,6 +240,12 @@ def command(*given: str) -> list[str]:
     return [sys.executable, "-m", "spot_async", *given]
 
 
+def with_heartbeats(given: list[str], timeout_s: float) -> list[str]:
+    """Return a command of ours for which a machine is lost after so short a silence."""
+    patched = f"import runpy; from spot_async.base import retry; retry.HEARTBEAT_TIMEOUT_S = {timeout_s}; "
+    return [given[0], "-c", f"{patched}runpy.run_module('spot_async', run_name='__main__')", *given[3:]]
+
+
 def again(run: Path, first: list[str]) -> list[str]:
     """Return the command that continues a run. One that was killed before its first checkpoint is begun again."""
     if not has_checkpoint(run):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kill_drill import ROOT, command
+from kill_drill import ROOT, command, with_heartbeats
 from network_namespaces import Machine, machines
 from safetensors.numpy import load_file
 
@@ -66,8 +66,11 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 class NodesRun:
     """A run of node 0 on the first machine and node 1 on the second, which does not see the first one's disk."""
 
-    def __init__(self, place: Sequence[Machine], directory: Path, keys: Sequence[str]) -> None:
+    def __init__(
+        self, place: Sequence[Machine], directory: Path, keys: Sequence[str], heartbeat_timeout_s: float
+    ) -> None:
         self.place = place
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self.run = directory / "run"
         self._directory = directory
         self._keys = (*keys, "cluster.nodes=2", f"cluster.address={place[0].address}")
@@ -76,6 +79,7 @@ class NodesRun:
     def start(self, node: int, machine: Machine, *keys: str) -> subprocess.Popen[bytes]:
         with (self._directory / f"{machine.name}.log").open("ab") as log:
             words = train(self.run, *self._keys, f"cluster.node_rank={node}", *keys)
+            words = with_heartbeats(words, self._heartbeat_timeout_s)
             if node:
                 words = ["sh", "-c", f"mount -t tmpfs none {self._directory} && exec {shlex.join(words)}"]
             environment = {**os.environ, "SPOT_ASYNC_CLUSTER_SECRET": SECRET}
@@ -104,11 +108,11 @@ class NodesRun:
 
 @contextlib.contextmanager
 def begun(
-    count: int, directory: Path, *keys: str, nodes: int = 2
+    count: int, directory: Path, *keys: str, nodes: int = 2, heartbeat_timeout_s: float = 60.0
 ) -> Iterator[tuple[NodesRun, list[subprocess.Popen[bytes]]]]:
     directory.mkdir()
     with machines(count) as place:
-        run = NodesRun(place, directory, keys)
+        run = NodesRun(place, directory, keys, heartbeat_timeout_s)
         try:
             yield run, [run.start(node, place[node]) for node in range(nodes)]
         finally:

@@ -153,6 +153,12 @@ def run(program: list[str], quick_config: Callable[..., Config]) -> Run:
     return Run(quick_config())
 
 
+@pytest.fixture(autouse=True)
+def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("joined", "joining"):
+        monkeypatch.setattr(f"spot_async.trainer.nodes.{module}.HEARTBEAT_TIMEOUT_S", 2.0)
+
+
 @pytest.fixture
 def quick_config() -> Callable[..., Config]:
     def make(**keys: Any) -> Config:
@@ -163,7 +169,7 @@ def quick_config() -> Callable[..., Config]:
                 "policy": {"kind": "opd"},
                 "teacher": {"model": "t"},
                 "training": {"iterations": 1, "ranks": 2},
-                "cluster": {"join_timeout_s": 30.0, "heartbeat_timeout_s": 2.0},
+                "cluster": {"join_timeout_s": 30.0},
                 **keys,
             }
         )

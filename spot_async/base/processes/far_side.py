@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spot_async.base.processes import guard
+from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 
 SHELL = "sh"
 REACHED = "spot-async: here is the far side"  # printed before the answer to a question
@@ -39,7 +40,7 @@ class FarPlace:
 
     prefix: Sequence[str]
     python: str  # for the far guard
-    silence_s: float  # the far guard stops the program when it hears nothing of us for so long
+    silence_s: float = HEARTBEAT_TIMEOUT_S  # the far guard stops the program when it hears nothing of us for so long
     directory: Path | None = None  # made there for this user alone, and removed at the end
     files: Mapping[str, str] = field(default_factory=dict, repr=False)  # to write in it, by name
 

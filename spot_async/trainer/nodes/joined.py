@@ -14,6 +14,7 @@ import structlog
 
 from spot_async.base.connection_room import listening_at
 from spot_async.base.processes.last_words import WAS_KILLED
+from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.base.tasks import alongside
 from spot_async.base.text import counted
 from spot_async.config import Config
@@ -206,11 +207,10 @@ class JoinedNodes:
 
     async def _attend(self, purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
         """Attend to somebody who knows the secret for as long as they are there."""
-        timeout_s = self._cluster.heartbeat_timeout_s
         if purpose is Purpose.STORE:
-            await self._bring(await Connection[bytes].open(connected, seals, timeout_s, bytes))
+            await self._bring(await Connection[bytes].open(connected, seals, HEARTBEAT_TIMEOUT_S, bytes))
         else:
-            await self._meet(await Connection[FromNode].open(connected, seals, timeout_s, FromNode))
+            await self._meet(await Connection[FromNode].open(connected, seals, HEARTBEAT_TIMEOUT_S, FromNode))
 
     async def _bring(self, connection: Connection[bytes]) -> None:
         """Bring a rank of another node to the store, if it is of this round."""
@@ -257,7 +257,7 @@ class JoinedNodes:
 
     async def _is_free(self, node: int) -> bool:
         """Return whether a node's place is free. A node that has just come back need not be missed yet."""
-        return await self._until(lambda: node not in self._members, self._cluster.heartbeat_timeout_s)
+        return await self._until(lambda: node not in self._members, HEARTBEAT_TIMEOUT_S)
 
     async def _listen(self, node: int, connection: Connection[FromNode]) -> None:
         self._members[node] = connection

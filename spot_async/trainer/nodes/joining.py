@@ -20,6 +20,7 @@ import structlog
 
 from spot_async.base.files import writing
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.base.tasks import while_alive
 from spot_async.config import ClusterConfig, Config
 from spot_async.errors import ConfigError, SpotError, TrainerError
@@ -106,7 +107,7 @@ class JoiningNode:
     async def _connect(self) -> Connection[ToNode]:
         connected, seals = await self._knock(Purpose.NODE)
         async with AsyncExitStack() as stack:
-            connection = await Connection[ToNode].open(connected, seals, self._cluster.heartbeat_timeout_s, ToNode)
+            connection = await Connection[ToNode].open(connected, seals, HEARTBEAT_TIMEOUT_S, ToNode)
             stack.push_async_callback(connection.close)
             connection.send(self._hello)
             answer = await connection.receive()
@@ -123,7 +124,7 @@ class JoiningNode:
     async def _enter_store(self, number: int) -> Connection[bytes]:
         """Return a connection to the store of a round."""
         connected, seals = await self._knock(Purpose.STORE)
-        connection = await Connection[bytes].open(connected, seals, self._cluster.heartbeat_timeout_s, bytes)
+        connection = await Connection[bytes].open(connected, seals, HEARTBEAT_TIMEOUT_S, bytes)
         connection.send(number.to_bytes(8, "big"))
         return connection
 
@@ -176,7 +177,7 @@ def agent_command(topology: Topology, cluster: ClusterConfig) -> list[str]:
     It needs no configuration: what to train it gets from node 0.
     """
     place = {name: value for name, value in vars(topology).items() if name != "secret"}
-    timeouts = cluster.model_dump(include={"join_timeout_s", "heartbeat_timeout_s"})
+    timeouts = cluster.model_dump(include={"join_timeout_s"})
     return [sys.executable, "-m", "spot_async.trainer.nodes", json.dumps({"place": place, "cluster": timeouts})]
 
 
