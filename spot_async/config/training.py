@@ -289,15 +289,10 @@ class ClusterConfig(Section):
         description="file with the run's secret, readable by its owner alone; default: $SPOT_ASYNC_CLUSTER_SECRET. Who "
         "does not know it cannot join. With kind=ray the run makes one where none is given",
     )
-    run_id: str | None = Field(
-        None, min_length=1, description="the same on all nodes of a run; tells runs apart that meet at one address"
-    )
     join_timeout_s: PositiveFloat = Field(
-        600.0, description="longest wait for all nodes, at the start and after one was lost"
-    )
-    start_timeout_s: PositiveFloat = Field(
-        30.0,
-        description="with kind=ray: longest wait for Ray to find room; raise it where nodes are still to come",
+        600.0,
+        description="longest wait for all nodes, at the start and after one was lost; with kind=ray also for Ray to "
+        "find room",
     )
 
     def _check(self) -> None:

@@ -56,7 +56,7 @@ async def placed(
     Raises `ConfigError` for what it cannot place.
     """
     own = {f"trainer node {node}": dict(cluster.resources) for node in nodes}
-    request = Request(cluster.address or "auto", resources_of(served), cluster.start_timeout_s, own)
+    request = Request(cluster.address or "auto", resources_of(served), cluster.join_timeout_s, own)
     if not request.asked or cluster.kind != "ray":
         yield RayPlaces(served, {})
         return
@@ -82,7 +82,7 @@ async def _answer(helper: ChildProcess, answers: socket.socket, cluster: Cluster
     """Return the address of each place."""
     receiving = asyncio.get_running_loop().sock_recv(answers, ANSWER_BYTES)
     try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S + cluster.start_timeout_s):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S + cluster.join_timeout_s):
             answer = msgspec.json.decode(await while_alive(receiving, helper.watch), type=Placed)
     except TimeoutError:
         raise ProcessDiedError(f"no answer from Ray (log: {helper.log_path})") from None

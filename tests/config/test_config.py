@@ -103,6 +103,8 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "teacher.backend={kind: vllm, launch: [{python: p, heartbeat_timeout_s: 8}]}",
             "launch.0.heartbeat_timeout_s: unknown key; a machine that says nothing for a minute is lost: take it out",
         ),
+        ("cluster.start_timeout_s=8", "cluster.start_timeout_s: unknown key; here it is `cluster.join_timeout_s`"),
+        ("cluster.run_id=x", "unknown key; the scheduler tells runs apart, or else their cluster.port does: take it"),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

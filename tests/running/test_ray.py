@@ -119,7 +119,7 @@ def joined_node(head: Machine, machine: Machine, directory: str) -> contextlib.A
 def small_run(student: str) -> list[str]:
     """Return the keys of a small run, with its student on the other node and its teacher on the head."""
     return [
-        "cluster.kind=ray", "cluster.start_timeout_s=5", "student.serving.own_cores=0",
+        "cluster.kind=ray", "cluster.join_timeout_s=30", "student.serving.own_cores=0",
         f"student.backend={{launch: {{resources: {{{student}}}}}}}", "teacher.backend={launch: {resources: {m0: 1}}}",
         "training.iterations=3", "training.batch_size=8", "training.mini_batch_size=8",
         "training.warmup_iterations=0", "sampling.max_response_tokens=64",

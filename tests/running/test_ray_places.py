@@ -116,7 +116,7 @@ def test_what_cannot_be_placed_is_told_with_what_is_asked_what_nodes_have_and_wh
     request = Request("auto", {"student": {"GPU": 1, "CPU": 2}}, 30.0, {"trainer node 1": {"GPU": 8}})
     nodes = {"10.0.0.1": {"CPU": 4.0, "memory": 1e9, "node:10.0.0.1": 1.0, "GPU": 1.0}}
     assert not_placed(request, "NO_RESOURCES", nodes, {"CPU": 3.0, "object_store_memory": 7.0}) == (
-        "cluster: Ray could not place all within cluster.start_timeout_s=30: not enough of it is free: asked: "
+        "cluster: Ray could not place all within cluster.join_timeout_s=30: not enough of it is free: asked: "
         "student {CPU: 2, GPU: 1}; trainer node 1 {GPU: 8}: nodes: 10.0.0.1 {CPU: 4, GPU: 1}: free in all: {CPU: 3}"
     )
     assert "no node has what one of them takes" in not_placed(request, "INFEASIBLE", nodes, {})

@@ -94,7 +94,7 @@ def not_placed(request: Request, state: str, nodes: Mapping[str, Resources], fre
     have = "; ".join(f"{address} {shown(resources)}" for address, resources in sorted(nodes.items()))
     why = "no node has what one of them takes" if state == "INFEASIBLE" else "not enough of it is free"
     return (
-        f"cluster: Ray could not place all within cluster.start_timeout_s={request.timeout_s:g}: {why}: "
+        f"cluster: Ray could not place all within cluster.join_timeout_s={request.timeout_s:g}: {why}: "
         f"asked: {asked}: nodes: {have}: free in all: {shown(free)}"
     )
 

@@ -243,7 +243,7 @@ class JoinedNodes:
         if reason is None and not await self._is_free(hello.node_rank):
             reason = (
                 f"node {hello.node_rank} is there already, at {self._members[hello.node_rank].peer}: give each node a "
-                "rank of its own, and each run its own cluster.run_id"
+                "rank of its own, and each run its own cluster.port"
             )
             is_ours = False  # it is one too many, and ours is there
         if reason is None:

@@ -72,8 +72,8 @@ def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
         raise ConfigError(f"cluster.nodes={nodes}, but this is node {node_rank} ({told.source}): they count from 0")
     if address is None:
         raise ConfigError(f"cluster.address: say how the {nodes} nodes reach node 0; {ALONE}")
-    port, run_id = cluster.port or told.port or DEFAULT_PORT, cluster.run_id or told.run_id or DEFAULT_RUN_ID
-    return Topology(nodes, node_rank, address, port, run_id, told.source)
+    port = cluster.port or told.port or DEFAULT_PORT
+    return Topology(nodes, node_rank, address, port, told.run_id or DEFAULT_RUN_ID, told.source)
 
 
 def _placed(environ: Environ, cluster: ClusterConfig) -> Topology:
@@ -84,8 +84,7 @@ def _placed(environ: Environ, cluster: ClusterConfig) -> Topology:
         raise ConfigError(
             f"cluster.address: say HOST:PORT of Ray's head, to which the {cluster.nodes} nodes have a way"
         )
-    run_id = cluster.run_id or DEFAULT_RUN_ID
-    return Topology(cluster.nodes or 1, 0, host, cluster.port or DEFAULT_PORT, run_id, "Ray")
+    return Topology(cluster.nodes or 1, 0, host, cluster.port or DEFAULT_PORT, DEFAULT_RUN_ID, "Ray")
 
 
 def left_alone(environ: Environ, cluster: ClusterConfig) -> str | None:
