@@ -17,8 +17,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from spot_async.backends.shared.settings import EndpointSettings
 from spot_async.base import registry
 from spot_async.config import Config, PluginSettings, Section
+from spot_async.config.plugins import RoutedSettings
+from spot_async.config.problems import ProblemSetConfig, TeacherPromptConfig, TemplateConfig
 from spot_async.config.suggestions import OtherName, other_names
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,6 +42,14 @@ UNIT_OF_ENDING = {
     "eval_every": "iterations",
     "staleness": "iterations",
     "epochs": "epochs",
+}
+# Sections that several places hold, or that several kinds begin with: each has one table, and a link from each place.
+SHARED: dict[type[BaseModel], tuple[str, str]] = {
+    ProblemSetConfig: ("A data set", "Where problems come from. A plain value is its `path`."),
+    TemplateConfig: ("A template", "How a kind of prompt is rendered."),
+    TeacherPromptConfig: ("A teacher's prompt", "What a teacher reads in place of the student's prompt."),
+    RoutedSettings: ("Every method with a teacher", "Of `distill`, `eopd`, `kd`, `opd` and `spot`."),
+    EndpointSettings: ("Every kind with a url", "Of `openai`, `sglang`, `vllm` and, among verifiers, `http`."),
 }
 BOUNDS = {"exclusiveMinimum": "> ", "minimum": "≥ ", "exclusiveMaximum": "< ", "maximum": "≤ "}
 NONE = "–"
@@ -87,7 +98,30 @@ def _here(row: OtherName) -> str:
 
 def page() -> str:
     """Return the whole page, as Markdown."""
-    return "\n".join([INTRODUCTION, *_core_sections(), *_plugin_sections()]).rstrip() + "\n"
+    return "\n".join([INTRODUCTION, *_core_sections(), *_shared_sections(), *_plugin_sections()]).rstrip() + "\n"
+
+
+def every_key() -> Iterator[tuple[str, str]]:
+    """Yield every key behind the kind of plug-in that it is of (empty for none), whether or not tables share its row.
+
+    Sections that are alike count once: `reference` as `student`, and `teachers` as `teacher`.
+    """
+    seen: set[type[BaseModel]] = set()
+    for name, field in Config.model_fields.items():
+        section, default = _section_of(field), field.default
+        if section is None:
+            yield "", name
+        elif section not in seen:
+            seen.add(section)
+            given = default if isinstance(default, BaseModel) else None
+            yield from (("", f"{name}.{key}") for key in _names(_rows(section, given, is_whole=True)))
+    for group in KEYS_OF_GROUP:
+        for kind, place in _own_plugins(group):
+            yield from ((kind, key) for key in _names(_rows(registry.load(group, place).Settings, is_whole=True)))
+
+
+def _names(rows: Iterator[Sequence[str]]) -> Iterator[str]:
+    return (key.strip("`") for key, *_ in rows)
 
 
 def _core_sections() -> Iterator[str]:
@@ -103,7 +137,24 @@ def _core_sections() -> Iterator[str]:
         yield f"## {', '.join(f'`{name}`' for name in names)}\n"
         yield "\n".join(_about(name, Config.model_fields[name]) for name in names) + "\n"
         default = defaults.get(names[0])
-        yield _table(_rows(section, default if isinstance(default, BaseModel) else None))
+        yield _also(section) + _table(_rows(section, default if isinstance(default, BaseModel) else None))
+
+
+def _shared_sections() -> Iterator[str]:
+    for section, (title, about) in SHARED.items():
+        yield f"## {title}\n\n{about}\n"
+        yield _also(section) + _table(_rows(section))
+
+
+def _also(schema: type[BaseModel]) -> str:
+    """Return a line that names the shared tables whose keys a section has besides its own."""
+    links = [_link(each) for each in SHARED if each is not schema and issubclass(schema, each)]
+    return f"Also the keys of {' and '.join(links)}.\n\n" if links else ""
+
+
+def _link(section: type[BaseModel]) -> str:
+    title = SHARED[section][0].lower()
+    return f"[{title}](#{title.replace(' ', '-').replace(chr(39), '')})"
 
 
 def _about(name: str, field: FieldInfo) -> str:
@@ -118,12 +169,13 @@ def _about(name: str, field: FieldInfo) -> str:
 def _plugin_sections() -> Iterator[str]:
     for group, keys in KEYS_OF_GROUP.items():
         yield f"## {group.capitalize()}\n\nThe settings of {keys}, by `kind`.\n"
-        kinds: dict[tuple[Sequence[str], ...], list[str]] = {}  # those that have the same keys share a table
+        kinds: dict[tuple[Any, ...], list[str]] = {}  # those that have the same keys share a table
         for name, place in _own_plugins(group):
-            kinds.setdefault(tuple(_rows(registry.load(group, place).Settings)), []).append(name)
-        for rows, names in kinds.items():
+            schema = registry.load(group, place).Settings
+            kinds.setdefault((_also(schema), *_rows(schema)), []).append(name)
+        for (also, *rows), names in kinds.items():
             yield f"### {' and '.join(f'`kind: {name}`' for name in names)}\n"
-            yield _table(rows) if rows else "No further keys.\n"
+            yield also + (_table(rows) if rows else "No further keys.\n")
 
 
 def _own_plugins(group: registry.Group) -> list[tuple[str, str]]:
@@ -133,14 +185,25 @@ def _own_plugins(group: registry.Group) -> list[tuple[str, str]]:
 
 
 def _rows(
-    schema: type[BaseModel], instance: BaseModel | None = None, prefix: str = "", only: set[str] | None = None
+    schema: type[BaseModel],
+    instance: BaseModel | None = None,
+    prefix: str = "",
+    only: set[str] | None = None,
+    *,
+    is_whole: bool = False,
 ) -> Iterator[Sequence[str]]:
-    """Return key, type, default, unit and meaning of each field. Sections inside become dotted keys."""
+    """Return key, type, default, unit and meaning of each field. Sections inside become dotted keys.
+
+    What `SHARED` has a table for is left out, unless the rows are to be whole.
+    """
+    elsewhere = {
+        name for each in SHARED if each is not schema and issubclass(schema, each) for name in each.model_fields
+    }
     properties = schema.model_json_schema()["properties"]
     defaults = _defaults(schema) if instance is None else {name: getattr(instance, name) for name in properties}
     for name, field in schema.model_fields.items():
         names_plugin = name == "kind" and issubclass(schema, PluginSettings)
-        if names_plugin or (only is not None and name not in only):
+        if names_plugin or (only is not None and name not in only) or (name in elsewhere and not is_whole):
             continue
         if not field.description:
             raise ValueError(f"{schema.__name__}.{name} has no description")
@@ -149,15 +212,23 @@ def _rows(
             default = _default_text(name, field, defaults)
             yield f"`{key}`", _type_text(name, field, properties[name]), default, _unit(name), field.description
             continue
-        inner = defaults.get(name)
+        inner, shared = defaults.get(name), None if is_whole else _shared(section)
+        form = "section" if shared is None else _link(shared)
         if _is_mapping(field):
-            yield f"`{key}`", "mapping", f"`{_plain(inner)}`", NONE, field.description
-            yield from _rows(section, None, f"{key}.<name>.")
+            form = "mapping" if shared is None else f"mapping to {form}"
+            yield f"`{key}`", form, f"`{_plain(inner)}`", NONE, field.description
+            yield from _rows(section, None, f"{key}.<name>.", is_whole=is_whole)
             continue
-        if inner is None and name in defaults:
-            form = "section, a list of them or `null`" if _may_be_list(field) else "section or `null`"
-            yield f"`{key}`", form, "`null`", NONE, field.description
-        yield from _rows(section, inner, f"{key}.")
+        if (inner is None and name in defaults) or shared is not None:
+            may_be = [" or a list of them" if _may_be_list(field) else "", " or `null`" if name in defaults else ""]
+            yield f"`{key}`", form + "".join(may_be), _default_text(name, field, defaults), NONE, field.description
+        if section is not shared:
+            yield from _rows(section, inner, f"{key}.", is_whole=is_whole)
+
+
+def _shared(section: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the section with a table of its own that this one is, or begins with."""
+    return next((each for each in reversed(SHARED) if issubclass(section, each)), None)
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
