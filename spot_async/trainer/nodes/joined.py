@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -207,34 +207,24 @@ class JoinedNodes:
 
     async def _attend(self, purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
         """Attend to somebody who knows the secret for as long as they are there."""
-        if purpose is Purpose.STORE:
-            await self._bring(await Connection[bytes].open(connected, seals, HEARTBEAT_TIMEOUT_S, bytes))
-        else:
-            await self._meet(await Connection[FromNode].open(connected, seals, HEARTBEAT_TIMEOUT_S, FromNode))
+        kind: Any = bytes if purpose is Purpose.STORE else FromNode
+        connection = await Connection[Any].open(connected, seals, HEARTBEAT_TIMEOUT_S, kind)
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await connection.receive()
+            if isinstance(first, bytes):
+                await self._bring(int.from_bytes(first, "big"), connection)
+            elif isinstance(first, Hello) and await self._is_let_in(first, connection):
+                await self._listen(first.node_rank, connection)
+        except (LostConnectionError, TimeoutError):
+            pass  # it was none of ours, did not wait for its place, or is a rank's that has ended
+        finally:
+            await connection.close()
 
-    async def _bring(self, connection: Connection[bytes]) -> None:
+    async def _bring(self, number: int, connection: Connection[bytes]) -> None:
         """Bring a rank of another node to the store, if it is of this round."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                number = int.from_bytes(await connection.receive(), "big")
-            if number == self._round and self._store is not None:
-                await bring_to_store(connection, self._store.getsockname()[1])
-        except (LostConnectionError, TimeoutError):
-            pass  # its rank has ended
-        finally:
-            await connection.close()
-
-    async def _meet(self, connection: Connection[FromNode]) -> None:
-        """Let a node in, and listen to it for as long as it is there."""
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = await connection.receive()
-            if isinstance(hello, Hello) and await self._is_let_in(hello, connection):
-                await self._listen(hello.node_rank, connection)
-        except (LostConnectionError, TimeoutError):
-            pass  # it was none of ours, or did not wait for its place
-        finally:
-            await connection.close()
+        if number == self._round and self._store is not None:
+            await bring_to_store(connection, self._store.getsockname()[1])
 
     async def _is_let_in(self, hello: Hello, connection: Connection[FromNode]) -> bool:
         """Return whether a node may join. Otherwise it is told why."""

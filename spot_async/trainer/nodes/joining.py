@@ -10,11 +10,11 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -24,7 +24,7 @@ from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.base.tasks import while_alive
 from spot_async.config import ClusterConfig, Config
 from spot_async.errors import ConfigError, SpotError, TrainerError
-from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose, Seals
+from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
 from spot_async.trainer.nodes.gate import UnknownSecretError, knock
 from spot_async.trainer.nodes.messages import (
@@ -105,9 +105,8 @@ class JoiningNode:
             ) from None
 
     async def _connect(self) -> Connection[ToNode]:
-        connected, seals = await self._knock(Purpose.NODE)
+        connection: Connection[ToNode] = await self._enter(Purpose.NODE, ToNode)
         async with AsyncExitStack() as stack:
-            connection = await Connection[ToNode].open(connected, seals, HEARTBEAT_TIMEOUT_S, ToNode)
             stack.push_async_callback(connection.close)
             connection.send(self._hello)
             answer = await connection.receive()
@@ -116,17 +115,17 @@ class JoiningNode:
             stack.pop_all()
         return connection
 
-    async def _knock(self, purpose: Purpose) -> tuple[socket.socket, Seals]:
-        # Looked up each time: the name may not be known yet, or mean another machine by now.
-        address = await asyncio.to_thread(reachable_address, self._topology.address)
-        return await knock(address, self._topology.port, self._topology.secret, purpose)
-
     async def _enter_store(self, number: int) -> Connection[bytes]:
         """Return a connection to the store of a round."""
-        connected, seals = await self._knock(Purpose.STORE)
-        connection = await Connection[bytes].open(connected, seals, HEARTBEAT_TIMEOUT_S, bytes)
+        connection: Connection[bytes] = await self._enter(Purpose.STORE, bytes)
         connection.send(number.to_bytes(8, "big"))
         return connection
+
+    async def _enter(self, purpose: Purpose, kind: Any) -> Connection[Any]:
+        # Looked up each time: the name may not be known yet, or mean another machine by now.
+        address = await asyncio.to_thread(reachable_address, self._topology.address)
+        connected, seals = await knock(address, self._topology.port, self._topology.secret, purpose)
+        return await Connection[Any].open(connected, seals, HEARTBEAT_TIMEOUT_S, kind)
 
     async def _take_part(self, connection: Connection[ToNode]) -> Ending:
         """Do what node 0 says until the run is over. Raises `LostConnectionError` when it says nothing any more."""
