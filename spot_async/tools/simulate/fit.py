@@ -7,6 +7,10 @@ A recorded run says when each request was sent, how many tokens it had and when 
 sent again to a server with such rates, on paper. The rates are those whose answers come when the recorded ones did. A
 server that works on one request after the other is found in the same way: it has one slot.
 
+How long a single request waits also depends on what is not modelled, such as others of its length. So answers only
+decide what a request has at most, and what it takes besides. The rate of all follows from the whole run: its tokens are
+done in just the time in which the server had requests. Such a server gives the run's own times back.
+
 What a run does not show is not assumed: at most, a server does what it did with all the requests that it ever had at
 a time.
 """
@@ -23,13 +27,8 @@ import numpy as np
 from spot_async.types import Float64Array
 
 LATEST = 2000  # requests that are sent again: the last ones
-STARTS = 3  # values of `shared` from which the search begins
-ROUNDS = 25  # of a search at most
-STEP = 0.02  # for derivatives, relative
-ENOUGH = 1e-4  # improvement of a round, relative
-SLOWEST_TOKENS_PER_S, FASTEST_TOKENS_PER_S = 1e-6, 1e12  # beyond any server: a step of the search may be far off
-STUCK = 1e4  # damping that ends a search
-UNEXPLAINED = 0.01  # of the median seconds: no request is explained any better
+GOLDEN = (5**0.5 - 1) / 2
+STEPS = 14  # of a search: each leaves this share of the range
 
 
 class Timed(NamedTuple):
@@ -63,20 +62,13 @@ def speed(requests: Sequence[Timed], slots: int | None) -> Speed | None:
 
     Without `slots` the server may work on all at once, or on one after the other.
     """
-    latest = [each for each in sorted(requests, key=lambda each: each.started_s) if each.tokens > 0][-LATEST:]
-    latest = [each for each in latest if each.ended_s > each.started_s]
-    if not latest:
+    every = [each for each in sorted(requests, key=lambda each: each.started_s) if each.tokens > 0]
+    every = [each for each in every if each.ended_s > each.started_s]
+    if not every:
         return None
-    servers = [_sent([each for each in latest if each.server == name]) for name in sorted({r.server for r in latest})]
-    best: tuple[float, Speed] | None = None
-    for tried in [slots] if slots else [None, 1]:
-        most_shared = min(float(tried or np.inf), max(float(_in_flight(own).max()) for own in servers))
-        for shared in np.geomspace(most_shared, 1.0, STARTS if most_shared > 1.0 else 1):
-            found = _search(servers, tried, float(shared), most_shared)
-            if best is None or found[0] < best[0]:
-                best = found
-    assert best is not None
-    return best[1]
+    servers = _by_server(every[-LATEST:])
+    rates = min((_search(servers, tried) for tried in ([slots] if slots else [None, 1])), key=lambda found: found[0])[1]
+    return _speed(_by_server(every), rates.request_s, rates.tokens_per_s / rates.tokens_per_s_each, rates.slots)
 
 
 def replayed(sent: Sent, rates: Speed) -> Float64Array:
@@ -113,76 +105,70 @@ def replayed(sent: Sent, rates: Speed) -> Float64Array:
     return np.array(ended_s) - sent.started_s
 
 
-def _search(servers: Sequence[Sent], slots: int | None, shared: float, most_shared: float) -> tuple[float, Speed]:
-    """Return the smallest sum of unexplained seconds that a search finds from here, and its rates.
+def _search(servers: Sequence[Sent], slots: int | None) -> tuple[float, Speed]:
+    """Return the smallest sum of unexplained seconds that a search finds, and its rates.
 
-    It looks for `request_s`, `tokens_per_s_each`, and `shared`: how many requests the server has at its whole rate.
+    It looks for `request_s`, and for `shared`: how many requests the server has at its whole rate.
     """
-    seconds = np.concatenate([own.seconds for own in servers])
-    scale_s = float(np.median(seconds))
+    seconds, tokens = (np.concatenate(each) for each in list(zip(*servers, strict=True))[1:])
+    most_shared = min(float(slots or np.inf), max(float(_loads(own, 0.0)[0].max()) for own in servers))
 
-    def rates(place: Float64Array) -> Speed:
-        each = float(np.exp(place[1]))
-        return Speed(each * float(np.exp(place[2])), each, scale_s * float(place[0]), slots)
+    def rates(request_s: float, shared: float) -> Speed:
+        found = _speed(servers, request_s, shared, slots)
+        # No request was answered before a server with that one alone would have been done.
+        most_s = max(0.0, float((seconds - tokens / found.tokens_per_s_each).min()))
+        return found if request_s <= most_s else _speed(servers, most_s, shared, slots)
 
-    def missing(place: Float64Array) -> Float64Array:
-        found = rates(place)
-        return np.asarray(seconds - np.concatenate([replayed(own, found) for own in servers]))
+    def missing_s(request_s: float, shared: float) -> float:
+        found = rates(request_s, shared)
+        return float(np.abs(seconds - np.concatenate([replayed(own, found) for own in servers])).sum())
 
-    tokens = np.concatenate([own.tokens for own in servers])
-    slowed = np.concatenate([np.maximum(1.0, np.minimum(_in_flight(own), slots or np.inf) / shared) for own in servers])
-    request_s = 0.5 * float(seconds.min())
-    each = float(np.median(tokens * slowed / (seconds - request_s)))
-    lowest = np.array([0.0, np.log(SLOWEST_TOKENS_PER_S), 0.0])
-    highest = np.array([np.inf, np.log(FASTEST_TOKENS_PER_S), np.log(most_shared)])
-    place = np.array([request_s / scale_s, np.log(each), np.log(shared)])
-    place, left = _least(missing, place, lowest, highest, UNEXPLAINED * scale_s)
-    return left, rates(place)
+    def shared_by(request_s: float) -> tuple[float, float]:
+        return _least(lambda power: missing_s(request_s, float(np.exp(power))), float(np.log(most_shared)))
+
+    request_s, left_s = _least(lambda request_s: shared_by(request_s)[1], 0.99 * float(seconds.min()))
+    return left_s, rates(request_s, float(np.exp(shared_by(request_s)[0])))
 
 
-def _least(
-    missing: Callable[[Float64Array], Float64Array],
-    place: Float64Array,
-    lowest: Float64Array,
-    highest: Float64Array,
-    floor: float,
-) -> tuple[Float64Array, float]:
-    """Return where the sum of the absolute values of `missing` is least, and that sum: Levenberg and Marquardt's way,
-    with weights that make squares absolute values.
-    """
-    now = missing(place)
-    left, damping = float(np.abs(now).sum()), 1e-2
-    for _ in range(ROUNDS):
-        steps = np.where(place + STEP > highest, -STEP, STEP) * np.eye(len(place))
-        slopes = np.stack([(missing(place + step) - now) / step.sum() for step in steps], axis=1)
-        weights = 1 / np.sqrt(np.maximum(np.abs(now), floor))
-        a, b = slopes * weights[:, None], now * weights
-        square, before = a.T @ a, left
-        while damping < STUCK:
-            pulled = square + damping * (np.diag(np.diag(square)) + 1e-9 * np.eye(len(place)))
-            tried = np.clip(place - np.linalg.solve(pulled, a.T @ b), lowest, highest)
-            then = missing(tried)
-            if np.abs(then).sum() < left:
-                place, now, left, damping = tried, then, float(np.abs(then).sum()), damping / 3
-                break
-            damping *= 4
-        if before - left <= ENOUGH * before:
-            break
-    return place, left
+def _least(cost: Callable[[float], float], highest: float) -> tuple[float, float]:
+    """Return where, from 0 to `highest`, a cost with a single valley is least, and that cost: golden-section search."""
+    low, high = 0.0, highest
+    left, right = high - GOLDEN * high, GOLDEN * high
+    of_left, of_right = cost(left), cost(right)
+    for _ in range(STEPS):
+        if of_left <= of_right:
+            high, right, of_right = right, left, of_left
+            left = high - GOLDEN * (high - low)
+            of_left = cost(left)
+        else:
+            low, left, of_left = left, right, of_right
+            right = low + GOLDEN * (high - low)
+            of_right = cost(right)
+    return (left, of_left) if of_left <= of_right else (right, of_right)
 
 
-def _sent(requests: Sequence[Timed]) -> Sent:
-    started_s, ended_s, tokens = (np.array(column) for column in zip(*(each[1:] for each in requests), strict=True))
-    return Sent(started_s, ended_s - started_s, tokens)
+def _speed(servers: Sequence[Sent], request_s: float, shared: float, slots: int | None) -> Speed:
+    """Return the speed at which all requests are done in the time that they took together."""
+    alone_s = 0.0  # that one request alone would have taken for all of them
+    for own in servers:
+        in_flight, for_s = _loads(own, request_s)
+        alone_s += float((np.minimum(in_flight, shared) * for_s).sum())
+    each = float(sum(own.tokens.sum() for own in servers)) / alone_s
+    return Speed(each * shared, each, request_s, slots)
 
 
-def _in_flight(own: Sent) -> Float64Array:
-    """Return how many requests the server had while it had each of them, itself included, as a mean."""
-    ended_s = own.started_s + own.seconds
-    times_s = np.concatenate([own.started_s, ended_s])
+def _by_server(requests: Sequence[Timed]) -> list[Sent]:
+    found = []
+    for name in sorted({each.server for each in requests}):
+        columns = zip(*(each[1:] for each in requests if each.server == name), strict=True)
+        started_s, ended_s, tokens = map(np.array, columns)
+        found.append(Sent(started_s, ended_s - started_s, tokens))
+    return found
+
+
+def _loads(own: Sent, request_s: float) -> tuple[Float64Array, Float64Array]:
+    """Return how many requests the server had, one number after the other, and for how many seconds each."""
+    times_s = np.concatenate([own.started_s + request_s, own.started_s + own.seconds])
     order = np.argsort(times_s, kind="stable")
-    changes = np.concatenate([np.ones_like(ended_s), -np.ones_like(ended_s)])[order]
-    times_s, in_flight = times_s[order], np.cumsum(changes)
-    busy_s = np.concatenate([[0.0], np.cumsum(in_flight[:-1] * np.diff(times_s))])
-    during_s = np.interp(ended_s, times_s, busy_s) - np.interp(own.started_s, times_s, busy_s)
-    return np.asarray(np.maximum(1.0, during_s / own.seconds))
+    changes = np.concatenate([np.ones_like(own.tokens), -np.ones_like(own.tokens)])[order]
+    return np.cumsum(changes)[:-1], np.diff(times_s[order])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +74,8 @@ class SharedProcessor:
         self._shares = 0  # of all jobs together
         self._ends: list[tuple[float, int]] = []  # a heap of (`_each_got` at the job's end, job)
         self._each_got = 0.0
-        self._until_s = 0.0  # `_each_got` is counted up to here
+        self._done = 0.0  # on all jobs together
+        self._until_s = 0.0  # both are counted up to here
         self._started = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
@@ -85,6 +85,12 @@ class SharedProcessor:
         """How much any share would have got since the start."""
         self._advance()
         return self._each_got
+
+    @property
+    def done(self) -> float:
+        """How much it has done so far, that of jobs under way included."""
+        self._advance()
+        return self._done
 
     async def do(self, amount: float, shares: int = 1) -> None:
         """Do a job: as much on all of its shares together."""
@@ -117,7 +123,9 @@ class SharedProcessor:
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._jobs and not self._is_paused:
-            self._each_got += self._rate(self._shares) * (now_s - self._until_s)
+            got = self._rate(self._shares) * (now_s - self._until_s)
+            self._each_got += got
+            self._done += got * self._shares
         self._until_s = now_s
 
     def _plan(self) -> None:
@@ -182,9 +190,6 @@ class RatedServer(Opened):
         self, rates: ServerRates, workload: Workload, asked: Asked, *, update_s: float, in_flight_updates: bool
     ) -> None:
         """Make a server. One without rates may be asked for nothing. All of a role have the same `asked`."""
-        self._finished = 0.0  # grains of requests that are done
-        # Shares of requests under way, by what the processor had done when these began.
-        self._begun: Counter[float] = Counter()
         self._rates = rates
         self._workload = workload
         self._asked = asked
@@ -233,8 +238,7 @@ class RatedServer(Opened):
     @property
     def worked(self) -> float:
         """Grains that it has worked off so far, those of requests under way included."""
-        done = self._processor.each_got
-        return self._finished + sum(number * (done - begun) for begun, number in self._begun.items())
+        return self._processor.done
 
     async def work(self, grains: float, shares: int = 1) -> _Begun:
         """Work off a request, which has a share of the processor or several; return where that began."""
@@ -242,14 +246,7 @@ class RatedServer(Opened):
             await asyncio.sleep(self._rates.request_s)
         async with self._slots:
             begun = _Begun(self._processor.each_got, len(self._updates))
-            self._begun[begun.done] += shares
-            try:
-                await self._processor.do(grains, shares)
-                self._finished += grains
-            finally:
-                self._begun[begun.done] -= shares
-                if not self._begun[begun.done]:
-                    del self._begun[begun.done]
+            await self._processor.do(grains, shares)
         return begun
 
     def _spans(self, begun: _Begun, length: int) -> tuple[VersionSpan, ...]:
