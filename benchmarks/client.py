@@ -6,7 +6,6 @@
    by the local backend, which encodes the request and reads and checks the reply.
 2. A whole SPOT sample through the real orchestrator, policy and verifier: 1 rollout, 1 score, 1 candidate request,
    8 probes, 9 verdicts, of eight tokens each.
-3. Scores of remote servers, by dialect (`scoring.py`).
 
 The ways take turns, and the best of the rounds counts.
 """
@@ -28,7 +27,6 @@ import aiohttp
 import numpy as np
 from pipeline import EXAMPLE, PROBES, VOCAB, make_orchestrator
 from report import show
-from scoring import measure_scoring
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.held_weights import HeldWeights
@@ -188,7 +186,6 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, stub(Path(directory)) as uds:
         asyncio.run(measure(arguments, Path(directory), uds))
-    measure_scoring(arguments.rounds)
 
 
 if __name__ == "__main__":
