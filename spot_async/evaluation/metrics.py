@@ -11,6 +11,8 @@ that two evaluations can be compared problem by problem, and resampled, without 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.base.files import read_json
+from spot_async.config.evaluation import ALL_TIERS, MACRO
 from spot_async.types import Float64Array
 
 
@@ -134,6 +137,51 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # of all benchmarks together, like the next two
     truncated: float
     verdicts: dict[str, int]
+
+    @property
+    def rows(self) -> Mapping[str, Figures]:
+        return figure_rows(self.benchmarks, self.macro)
+
+
+def figure_rows(benchmarks: Mapping[str, BenchmarkFigures], macro: MacroFigures | None) -> Mapping[str, Figures]:
+    """Return figures by the rows of a table: the tiers of a single benchmark, or several benchmarks; last, over all.
+
+    The last is missing where several benchmarks are not judged.
+    """
+    if len(benchmarks) == 1:
+        (whole,) = benchmarks.values()
+        return {**whole.tiers, ALL_TIERS: whole}
+    if macro is None:
+        return benchmarks
+    members = [benchmarks[name] for name in macro.benchmarks]
+    responses = [each.problems * each.samples for each in members]
+    over_all = Figures(
+        problems=sum(each.problems for each in members),
+        samples=min(each.samples for each in members),
+        tokens=sum(each.tokens for each in members),
+        mean_tokens=mean_of_independent([each.mean_tokens for each in members]),
+        truncated=float(np.average([each.truncated for each in members], weights=responses)),
+        verdicts=dict(sum((Counter(each.verdicts) for each in members), Counter())),
+        avg=macro.avg,
+        pass_at=macro.pass_at,
+    )
+    return {**benchmarks, MACRO: over_all}
+
+
+def over_all(rows: Mapping[str, Figures]) -> Figures | None:
+    """Return the row of everything; None where nothing is judged."""
+    found = rows.get(ALL_TIERS, rows.get(MACRO))
+    return None if found is None or found.avg is None else found
+
+
+def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the unweighted mean of independent estimates. It has no error if one of them has none."""
+    errors = [each.standard_error for each in estimates]
+    known = [error for error in errors if error is not None]
+    return Estimate(
+        value=sum(each.value for each in estimates) / len(estimates),
+        standard_error=math.hypot(*known) / len(estimates) if len(known) == len(errors) else None,
+    )
 
 
 def read_figures(path: Path) -> EvaluationFigures:

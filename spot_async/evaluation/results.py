@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -21,11 +21,13 @@ from spot_async.evaluation.metrics import (
     Figures,
     MacroFigures,
     avg_at_k_per_problem,
+    figure_rows,
+    mean_of_independent,
     pass_at_k_per_problem,
 )
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.run_directory.layout import software_versions
-from spot_async.types import BoolArray, Float64Array, Verdict
+from spot_async.types import BoolArray, Verdict
 from spot_async.verification.normalization import normalize_answer
 
 
@@ -108,52 +110,24 @@ class EvaluationResult:
     def is_single(self) -> bool:
         return len(self.benchmarks) == 1
 
-    @property
-    def overall(self) -> str:
-        """The name of the table's row for everything."""
-        return ALL_TIERS if self.is_single else MACRO
+    @cached_property
+    def figures(self) -> Mapping[str, BenchmarkFigures]:
+        return {each.name: each.benchmark_figures() for each in self.benchmarks}
 
-    def row_names(self) -> list[str]:
-        """Return the names of the table's rows: the tiers of a single benchmark, or several benchmarks; last, all."""
-        if self.is_single:
-            return [*self.benchmarks[0].tier_names(), ALL_TIERS]
-        return [*(benchmark.name for benchmark in self.benchmarks), *([MACRO] if self._in_macro else [])]
-
-    def figures(self, row: str | None = None) -> Figures:
-        """Return the figures of one row of the table; without a name, of the row for everything."""
-        row = row or self.overall
-        if self.is_single:
-            return self.benchmarks[0].figures(row)
-        if row != MACRO:
-            return next(benchmark for benchmark in self.benchmarks if benchmark.name == row).figures()
-        members, macro = [benchmark.figures() for benchmark in self._in_macro], self.macro()
-        assert macro is not None
-        responses = [response for benchmark in self._in_macro for row in benchmark.responses for response in row]
-        return Figures(
-            problems=sum(each.problems for each in members),
-            samples=min(each.samples for each in members),
-            tokens=sum(each.tokens for each in members),
-            mean_tokens=mean_of_independent([each.mean_tokens for each in members]),
-            truncated=truncated_share(responses),
-            verdicts=verdict_counts(responses),
-            avg=macro.avg,
-            pass_at=macro.pass_at,
-        )
+    @cached_property
+    def rows(self) -> Mapping[str, Figures]:
+        return figure_rows(self.figures, self.macro())
 
     def macro(self) -> MacroFigures | None:
         """Return the unweighted means over the benchmarks with `in_macro` that are judged; None if there is none."""
-        members = [benchmark.correct for benchmark in self._in_macro]
+        members = [self.figures[each.name] for each in self._in_macro]
         if not members:
             return None
-        ks = reported(self._in_macro[0].pass_k, min(benchmark.samples for benchmark in self._in_macro))
-
-        def mean(values: Callable[[BoolArray], Float64Array]) -> Estimate:
-            return mean_of_independent([Estimate.over_problems(values(correct)) for correct in members])
-
+        ks = set(members[0].pass_at).intersection(*(each.pass_at for each in members))
         return MacroFigures(
-            benchmarks=[benchmark.name for benchmark in self._in_macro],
-            avg=mean(avg_at_k_per_problem),
-            pass_at={k: mean(partial(pass_at_k_per_problem, k=k)) for k in ks},
+            benchmarks=[each.name for each in self._in_macro],
+            avg=mean_of_independent([each.avg for each in members if each.avg is not None]),
+            pass_at={k: mean_of_independent([each.pass_at[k] for each in members]) for k in sorted(ks)},
         )
 
     @property
@@ -177,7 +151,7 @@ class EvaluationResult:
         return EvaluationFigures(
             **of_it,
             versions=software_versions(),
-            benchmarks={benchmark.name: benchmark.benchmark_figures() for benchmark in self.benchmarks},
+            benchmarks=dict(self.figures),
             macro=self.macro(),
             tokens=self.tokens,
             truncated=truncated_share(self.responses),
@@ -217,16 +191,6 @@ def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> Estim
 def reported(pass_k: Sequence[int], samples: int) -> list[int]:
     """Return the k of Pass@k that so many samples allow. The number of samples itself is always one of them."""
     return sorted({k for k in pass_k if k <= samples} | {samples})
-
-
-def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the unweighted mean of independent estimates. It has no error if one of them has none."""
-    errors = [each.standard_error for each in estimates]
-    known = [error for error in errors if error is not None]
-    return Estimate(
-        value=sum(each.value for each in estimates) / len(estimates),
-        standard_error=math.hypot(*known) / len(estimates) if len(known) == len(errors) else None,
-    )
 
 
 def majority_is_right(responses: Sequence[JudgedResponse]) -> float:

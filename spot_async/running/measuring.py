@@ -25,7 +25,7 @@ from spot_async.config import Config
 from spot_async.config.loading import doubled_backslashes
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark, outputs_of
-from spot_async.evaluation.metrics import EvaluationFigures, read_figures
+from spot_async.evaluation.metrics import EvaluationFigures, over_all, read_figures
 from spot_async.evaluation.response_log import (
     Identity,
     JudgedResponse,
@@ -115,7 +115,8 @@ async def measure(
         )
     await in_thread(write_files, occasion, result, log, benchmarks, seconds=time.monotonic() - begun_s)
     log.discard_partial()
-    avg = None if (figures := result.figures().avg) is None else figures.value
+    figures = over_all(result.rows)
+    avg = None if figures is None or figures.avg is None else figures.avg.value
     structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))
     return result
 

@@ -119,7 +119,7 @@ def change_summary(
     """Return how Avg@k changed, by tier, paired on problems; None without both evaluations."""
     if before is None or after is None:
         return None
-    judged = [name for name in after.row_names() if after.figures(name).avg is not None]
+    judged = [name for name, figures in after.rows.items() if figures.avg is not None]
     changes = {name: paired_change(before, after, name) for name in judged}
     return {name: {"avg": change, "avg_standard_error": finite(error)} for name, (change, error) in changes.items()}
 
@@ -127,7 +127,6 @@ def change_summary(
 def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None:
     if result is None:
         return None
-    rows = {name: result.figures(name) for name in result.row_names()}
     return {
         "samples": max(benchmark.samples for benchmark in result.benchmarks),
         "tokens": result.tokens,
@@ -140,7 +139,7 @@ def evaluation_summary(result: EvaluationResult | None) -> dict[str, Any] | None
                 "pass": figures.pass_at[figures.samples].value,
                 "pass_standard_error": figures.pass_at[figures.samples].standard_error,
             }
-            for name, figures in rows.items()
+            for name, figures in result.rows.items()
             if figures.avg is not None
         },
     }

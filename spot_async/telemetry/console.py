@@ -21,6 +21,7 @@ from rich.text import Text
 from spot_async.base.events import Event
 from spot_async.base.text import counted, rough_time, visible
 from spot_async.errors import RequestError
+from spot_async.evaluation.metrics import over_all
 from spot_async.loop.events import (
     WAITS_FOR,
     Evaluated,
@@ -314,8 +315,8 @@ def evaluation_words(evaluation: Evaluated, iteration: int | None = None) -> str
 
     Empty if nothing was judged.
     """
-    figures = evaluation.result.figures()
-    if figures.avg is None:
+    figures = over_all(evaluation.result.rows)
+    if figures is None or figures.avg is None:
         return ""
     n = figures.samples
     after = "" if evaluation.iteration == iteration else f" after iteration {evaluation.iteration}"

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from spot_async.base.events import Event
 from spot_async.base.text import visible, with_error
-from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures, Figures
+from spot_async.config.evaluation import MACRO
+from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures, Figures, over_all
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.run_directory.layout import RunDirectory
@@ -86,8 +87,8 @@ class EvaluationHistory:
 
     def _figure(self, iteration: int, evaluation: EvaluationResult) -> BestCheckpoint | None:
         """Return what counts of an evaluation; None if nothing was judged, so no student is better than another."""
-        figures = evaluation.figures()
-        if figures.avg is None:
+        figures = over_all(evaluation.rows)
+        if figures is None or figures.avg is None:
             return None
         error = math.nan if figures.avg.standard_error is None else figures.avg.standard_error
         return BestCheckpoint(iteration, figures.samples, figures.avg.value, error)
@@ -120,14 +121,12 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
     votes = [f"maj{average[3:]}"] if any(each.maj for each in figures.benchmarks.values()) else []
     table = number_table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks), *votes)
-    rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
-    for number, (name, each) in enumerate(rows, start=1):
-        cells = [str(each.problems), estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
+    judged = {marked(name, each): each for name, each in figures.rows.items() if each.avg is not None}
+    for number, (name, each) in enumerate(judged.items(), start=1):
+        problems = "" if name == MACRO else str(each.problems)
+        cells = [problems, estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
         cells += [estimate_words(each.maj)] if votes else []
-        table.add_row(Text(visible(name)), *cells, end_section=number == len(rows))
-    if figures.macro is not None and len(figures.benchmarks) > 1:
-        pass_at = (estimate_words(figures.macro.pass_at.get(k)) for k in ks)
-        table.add_row("macro", "", estimate_words(figures.macro.avg), *pass_at, *("" for _ in votes))
+        table.add_row(Text(visible(name)), *cells, end_section=number == len(judged) - 1)
     return table
 
 
@@ -140,8 +139,8 @@ def responses_table(figures: EvaluationFigures) -> Table:
         *(verdict.value.replace("_", " ") for verdict in COUNTED),
     )
     table = number_table(*headings)
-    rows = list(_rows(figures))
-    for number, (name, each) in enumerate(rows, start=1):
+    rows = {marked(name, each): each for name, each in figures.rows.items() if name != MACRO}
+    for number, (name, each) in enumerate(rows.items(), start=1):
         responses = each.problems * each.samples
         counts = _counts(responses, each.tokens, each.truncated, each.verdicts)
         table.add_row(Text(visible(name)), *counts, end_section=number == len(rows))
@@ -159,14 +158,6 @@ def kind_of_row(figures: EvaluationFigures) -> str:
 def _title(words: str) -> Text:
     """Return a line to stand above a table, since rich would wrap a table's own title to the table's width."""
     return Text(words, style="bold")
-
-
-def _rows(figures: EvaluationFigures) -> Iterator[tuple[str, Figures]]:
-    only = len(figures.benchmarks) == 1
-    for name, each in figures.benchmarks.items():
-        if only:
-            yield from each.tiers.items()
-        yield f"{'all' if only else name}{_mark(each)}", each
 
 
 def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str, int]) -> list[str]:
@@ -195,5 +186,6 @@ def estimate_words(estimate: Estimate | None) -> str:
     return "" if estimate is None else with_error(estimate.value, estimate.standard_error)
 
 
-def _mark(figures: BenchmarkFigures) -> str:
-    return "" if figures.note is None else " *"
+def marked(row: str, figures: Figures | None) -> str:
+    """Return the name of a table's row, with a star where a note below says more."""
+    return f"{row} *" if isinstance(figures, BenchmarkFigures) and figures.note is not None else row

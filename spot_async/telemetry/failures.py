@@ -47,7 +47,6 @@ class StageTally:
 
     attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # by what happened
-    newest: str = ""
 
     def __str__(self) -> str:
         """`512 of 3,200 (16 %: HTTP 500, 502, reset)`, without the share where nobody counted the other attempts."""
@@ -73,7 +72,6 @@ class Tally:
                 stage = self.stages[event.stage]
                 stage.attempts += 1
                 stage.failed[event.brief] += 1
-                stage.newest = event.reason
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {each}" for name, each in self.stages.items() if each.failed)

@@ -28,6 +28,7 @@ from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.base.text import counted
 from spot_async.errors import DataError, PluginError, RequestError
+from spot_async.evaluation.metrics import over_all
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, ResponseJudged, WeightsServed
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
@@ -196,11 +197,10 @@ def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
     if evaluation is None:
         return {}
     metrics: dict[str, float | None] = {}
-    for row in evaluation.row_names():
-        figures = evaluation.figures(row)
+    for row, figures in evaluation.rows.items():
         if figures.avg is None:
             continue
-        area = "evaluation" if row == evaluation.overall else f"evaluation/{row}"
+        area = "evaluation" if figures is over_all(evaluation.rows) else f"evaluation/{row}"
         named = {f"avg@{figures.samples}": figures.avg, **{f"pass@{k}": each for k, each in figures.pass_at.items()}}
         for name, estimate in named.items():
             metrics |= {

@@ -234,12 +234,12 @@ def printed(table, width=140):
 
 def test_figures_and_errors_are_over_problems_and_missing_evidence_is_incorrect_and_said():
     before = result([[1, 0], [0, 0], [1, 1], [None, 0]], ["easy", "easy", "hard", "hard"])
-    figures = before.figures()
+    figures = before.rows["all"]
     assert (figures.problems, figures.avg.value, figures.pass_at[2].value) == (4, 0.375, 0.5)
     assert figures.avg.standard_error == pytest.approx(np.std([0.5, 0, 1, 0], ddof=1) / 2)
     assert (figures.tokens, figures.mean_tokens.value, figures.truncated) == (36, 4.5, 1 / 8)
     assert figures.verdicts == {"correct": 3, "wrong": 4, "no_answer": 0, "timeout": 1, "error": 0}
-    assert before.figures("easy").avg.value == 0.25
+    assert before.rows["easy"].avg.value == 0.25
     for table in (figures_table(evaluation_file(before)), end_table(before)):
         text = printed(table)
         assert "1 responses could not be judged" in text
@@ -292,7 +292,7 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert re.search(r"^ benchmark +n", text, re.M)
     assert "elsewhere *" in text
     assert "* elsewhere: judged by x, [/as] it is" in text
-    assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]
+    assert [*found.rows] == ["large", "small", "elsewhere", "outputs", "macro"]
     assert paired_change(found, found, "macro") == (0.0, 0.0)
     text = printed(end_table(found, found))
     assert "macro" in text

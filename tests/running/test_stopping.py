@@ -81,7 +81,7 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
         (directory.path / name).unlink()
     again = await go_on()
     assert again.iterations == 2
-    assert again.after.figures().avg == outcome.after.figures().avg
+    assert again.after.rows["all"].avg == outcome.after.rows["all"].avg
     assert directory.has_summary
 
     # Further than was planned, its learning rate would rise again.

@@ -20,7 +20,7 @@ from spot_async.tools.compare.reading import paired, read_evaluated
 from spot_async.tools.compare.statistics import compare
 from spot_async.tools.inspect.command import show_sample
 from spot_async.tools.inspect.report import read_report, report_page
-from spot_async.tools.inspect.samples import samples_page
+from spot_async.tools.inspect.view import samples_page
 
 axe = pytest.importorskip("axe_core_python")
 pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

@@ -22,9 +22,16 @@ from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
 from spot_async.tools.inspect import command
 from spot_async.tools.inspect.report import read_report, report_page
-from spot_async.tools.inspect.samples import samples_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
-from spot_async.tools.inspect.view import PolicySettings, colourings, probability, sample_page, shortened, verdict_text
+from spot_async.tools.inspect.view import (
+    PolicySettings,
+    colourings,
+    probability,
+    sample_page,
+    samples_page,
+    shortened,
+    verdict_text,
+)
 
 EXAMPLE_STUDENT = Path(__file__).parents[2] / "examples/running_sum/student"
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"

@@ -77,8 +77,7 @@ def write_samples(
     All of them have the `links` too, which are relative to `folder`.
     """
     from spot_async.run_directory.reading import name_tokens, token_texts
-    from spot_async.tools.inspect.samples import samples_page
-    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
+    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page, samples_page
 
     policy, rows, groups = PolicySettings.of(files.config()), files.samples.read(), defaultdict(list)
     for number in numbers:

@@ -16,11 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import counted, visible, with_error
-from spot_async.config.evaluation import ALL_TIERS
-from spot_async.evaluation.metrics import Estimate, EvaluationFigures, read_figures
+from spot_async.evaluation.metrics import Estimate, EvaluationFigures, over_all, read_figures
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
-from spot_async.telemetry.evaluations import kind_of_row, notes
+from spot_async.telemetry.evaluations import kind_of_row, marked, notes
 from spot_async.telemetry.screen import number_table
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.pages import svg
@@ -157,11 +156,7 @@ def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, afte
 
 
 def _overall(evaluation: EvaluationFigures | None, name: str, k: int) -> Estimate | None:
-    """Return a figure over everything: of the only benchmark, or the mean of several."""
-    if evaluation is None:
-        return None
-    benchmarks = [*evaluation.benchmarks.values()]
-    whole = benchmarks[0] if len(benchmarks) == 1 else evaluation.macro
+    whole = None if evaluation is None else over_all(evaluation.rows)
     if whole is None:
         return None
     return whole.avg if name == "avg" else whole.pass_at.get(k)
@@ -195,8 +190,7 @@ def result_table(
     headings = [part, "n", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
     behind_avg = 2 + len(found)  # where the change stands, so that a phone shows it
     headings[behind_avg:behind_avg] = [f"Avg{at_k} change"] if changes else []
-    benchmarks = {} if evaluation is None else evaluation.benchmarks
-    noted = {name if len(benchmarks) > 1 else ALL_TIERS for name, each in benchmarks.items() if each.note is not None}
+    evaluated = {} if evaluation is None else evaluation.rows
     rows = []
     for tier in whole["tiers"]:
         figures = [each["tiers"][tier] for each in found.values()]
@@ -205,7 +199,7 @@ def result_table(
             change = changes[tier]
             cells.insert(len(found), with_error(change["avg"], change["avg_standard_error"], signed=True))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
-        rows.append(ResultRow(name + " *" * (tier in noted), int(figures[0]["problems"]), tuple(cells)))
+        rows.append(ResultRow(marked(name, evaluated.get(tier)), int(figures[0]["problems"]), tuple(cells)))
     paired = " The change is paired on problems." if changes else ""
     note = f"Held-out problems: percent ± standard error over the n problems of a {part}."
     note += paired + sampling_note(config, evaluation)

@@ -1,20 +1,26 @@
 """Decides how a sample looks, in the terminal and on its page alike: each token's colour, label and mark. Pure.
 
-Text that a model wrote passes through `visible` first.
+At the end are the pages of a sample and of all of them. Text that a model wrote passes through `visible` first.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal, get_args
 
+import msgspec
+from markupsafe import Markup
+
 from spot_async.base.text import counted, visible
-from spot_async.run_directory.samples import Branch, Candidate, SampleRecord
-from spot_async.tools.pages.page import filled
+from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleRow
+from spot_async.tools.pages.page import Links, filled
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full
@@ -305,7 +311,7 @@ def sample_page(
     sample: SampleRecord,
     found: Sequence[Colouring],
     policy: PolicySettings = GUIDED,
-    links: Sequence[tuple[str, str]] = (),
+    links: Links = (),
 ) -> str:
     """Return the page of one rollout: problem, response in every colouring, branches.
 
@@ -320,4 +326,45 @@ def sample_page(
         policy=policy,
         links=links,
         long_text=LONG_TEXT,
+    )
+
+
+HEADINGS = ("sample", "iteration", "problem", "verdict", "tokens", "highest score", "positions", "retained")
+
+
+def samples_page(
+    name: str, samples: Sequence[SampleRow], linked: Sequence[int], what: str, folder: str = "", links: Links = ()
+) -> str:
+    """Return the page of all samples of the run `name`, with `links` to others.
+
+    Those that are `linked` have pages, behind the address `folder`; `what` says which they are.
+    The rows are data in the page, of which its script shows those that match. Its policy allows that script alone.
+    """
+    rows = (  # each is encoded by itself, since all of them as objects would be the largest part of a report's memory
+        (
+            number,
+            each.iteration,
+            visible(each.problem_id),
+            each.verdict,
+            each.tokens,
+            each.highest_score,
+            each.positions,
+            each.retained,
+        )
+        for number, each in enumerate(samples)
+    )
+    encoded = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, rows)))
+    data = msgspec.json.encode({"rows": encoded, "pages": list(linked), "folder": folder}).decode()
+    script = files("spot_async.tools.pages").joinpath("html/samples.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return filled(
+        "samples.html",
+        name=visible(name),
+        count=len(samples),
+        headings=HEADINGS,
+        linked=what,
+        links=links,
+        data=Markup(data.replace("<", "\\u003c")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
     )

@@ -87,12 +87,9 @@ def level_plot(
         return Markup('<p class="quiet">no data</p>')
     low, high = extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
-    ends = [end for each in drawn for _, *both in whiskers(each) for end in both]
-    ys = [0.0, *(y for each in drawn for _, y in each.points), *ends]
+    ys = [0.0, *(y for each in drawn for _, y in each.points)]
     _, y, frame = _axes(None, extent(ys), format_y, x_name)
     marks = [frame]
-    for each in drawn:
-        marks += [_upright(f"whisker {_colour(each.colour)}", x(at), y(a), y(b)) for at, a, b in whiskers(each)]
     if marked is not None:
         marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
     for each in drawn:
