@@ -139,9 +139,6 @@ class EvaluationResult:
         """All responses, in the order of benchmarks, problems and samples."""
         return tuple(response for each in self.benchmarks for row in each.responses for response in row)
 
-    def count(self, verdict: Verdict) -> int:
-        return sum(response.verdict is verdict for response in self.responses)
-
     @property
     def tokens(self) -> int:
         return sum(response.tokens for response in self.responses)

@@ -161,14 +161,16 @@ def write_linked(
     from spot_async.tools.inspect.report import report_page
 
     samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
-    if samples and is_plain(path) and not files.is_going_on():
-        folder = folder_of(path, "samples")
-        step = max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS))
-        listed, numbers, back = folder / "samples.html", range(0, samples, step), [("report", address(path, folder))]
-        write_samples(files, listed, folder, numbers, f"one in {step}" if step > 1 else "all", back, is_named=False)
-        screen.print(Text(f"{counted(len(numbers), 'page')} of {samples:,} samples: {folder}"), soft_wrap=True)
-        links = [*links, ("samples", address(listed, path.parent))]
-    write_page(screen, path, report_page(report, links=links), is_named=is_named)
+    if not samples or not is_plain(path) or files.is_going_on():
+        write_page(screen, path, report_page(report, links=links), is_named=is_named)
+        return
+    folder = folder_of(path, "samples")
+    step = max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS))
+    listed, numbers, back = folder / "samples.html", range(0, samples, step), [("report", address(path, folder))]
+    page = report_page(report, links=[*links, ("samples", address(listed, path.parent))])
+    write_page(screen, path, page, is_named=is_named)  # first, so that its folder is there
+    write_samples(files, listed, folder, numbers, f"one in {step}" if step > 1 else "all", back, is_named=False)
+    screen.print(Text(f"{counted(len(numbers), 'page')} of {samples:,} samples: {folder}"), soft_wrap=True)
 
 
 def refuse_evaluation(files: RunFiles) -> None:

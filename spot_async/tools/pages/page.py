@@ -155,7 +155,7 @@ def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> Non
         if is_named:
             path.write_bytes(data)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             new = path.with_name(f".{path.name}.new")
             new.unlink(missing_ok=True)
             with new.open("xb") as file:
