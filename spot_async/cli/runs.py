@@ -187,7 +187,7 @@ def _join(topology: Topology, config: Config) -> NoReturn:
     from spot_async.trainer.nodes.joining import run_agent
 
     config = downloaded(config, weights=("student",))  # what else is served is served by node 0
-    code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
+    code = run_agent(topology, config, lambda line: screen.print(Text(line), soft_wrap=True))
     raise typer.Exit(code)
 
 

@@ -130,13 +130,12 @@ class PlacedNode:
     node_rank: int
     prefix: Sequence[str]  # what leads to its place
     nodes: JoinedNodes  # whom it joins
-    cluster: ClusterConfig
     logs: Path
 
     async def keep(self) -> None:
         """Run the agent for ever. Raises `ProcessDiedError` if it ends before the trainer has begun."""
         topology = replace(self.nodes.topology, node_rank=self.node_rank)
-        command = agent_command(topology, self.cluster)
+        command = agent_command(topology)
         environment = {**SAFE_PATH, SECRET_VARIABLE: topology.secret.value.decode()}
         place = FarPlace(self.prefix, sys.executable)
         name = f"node-{self.node_rank}"
@@ -157,11 +156,11 @@ class PlacedNode:
 
 @asynccontextmanager
 async def placed_nodes(
-    nodes: JoinedNodes | None, prefixes: Mapping[int, Sequence[str]], cluster: ClusterConfig, directory: Path
+    nodes: JoinedNodes | None, prefixes: Mapping[int, Sequence[str]], directory: Path
 ) -> AsyncIterator[None]:
     """Run the nodes that have a place while inside. They end with it; `nodes` should have told them before."""
     made = [
-        PlacedNode(node_rank, prefix, nodes, cluster, directory / "logs")
+        PlacedNode(node_rank, prefix, nodes, directory / "logs")
         for node_rank, prefix in prefixes.items()
         if nodes is not None
     ]

@@ -161,7 +161,7 @@ class TrainingRun:
             async with (
                 alongside(self._watchdog.watch),
                 placed(self._plan.served, cluster, path, cluster.placed_nodes) as places,
-                placed_nodes(self._nodes, places.nodes, cluster, path),
+                placed_nodes(self._nodes, places.nodes, path),
                 nullcontext() if self._nodes is None else self._nodes.open(),
                 self._open_services(places) as services,
             ):

@@ -176,19 +176,19 @@ class JoinedStandIn:
     """All that a placed node asks of node 0."""
 
     def __init__(self, *, have_begun):
-        self.topology, self.have_begun = Topology(2, 0, "10.0.0.1", 29600, "run", "Ray"), have_begun
+        self.topology, self.have_begun = Topology(2, 0, "10.0.0.1", 29600, "run", "Ray", 9.0), have_begun
 
 
 async def test_a_placed_node_that_ends_is_started_again_but_ends_the_run_if_it_never_began(tmp_path, monkeypatch):
     said = "import sys; sys.exit(f'error: node {sys.argv[1]} has no torch')"
     monkeypatch.setattr(placed_nodes_module, "PAUSE_S", 0.0)
     monkeypatch.setattr(
-        placed_nodes_module, "agent_command", lambda topology, _: [sys.executable, "-c", said, str(topology.node_rank)]
+        placed_nodes_module, "agent_command", lambda topology: [sys.executable, "-c", said, str(topology.node_rank)]
     )
 
     def nodes(*, have_begun):
         (tmp_path / "logs").mkdir(exist_ok=True)
-        return placed_nodes(JoinedStandIn(have_begun=have_begun), {1: ["env"]}, ClusterConfig(), tmp_path)
+        return placed_nodes(JoinedStandIn(have_begun=have_begun), {1: ["env"]}, tmp_path)
 
     log = tmp_path / "logs" / "node-1.log"
     async with asyncio.timeout(30):

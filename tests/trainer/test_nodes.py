@@ -105,7 +105,7 @@ async def test_a_name_of_node_0_may_become_known_late_but_not_never(run: Run, mo
 
 def test_ranks_that_nodes_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"training.ranks=3 cannot be shared by 2 nodes \(Slurm\)"):
-        check_ranks(Topology(2, 0, "a", 1, "x", "Slurm"), 3)
+        check_ranks(Topology(2, 0, "a", 1, "x", "Slurm", 600.0), 3)
 
 
 # In place of a rank.
@@ -137,7 +137,8 @@ class Run:
         self.config = config
         self.said: list[str] = []
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.topology = Topology(2, 0, "127.0.0.1", probe.getsockname()[1], "spot", "a test")
+            port, wait_s = probe.getsockname()[1], config.cluster.join_timeout_s
+        self.topology = Topology(2, 0, "127.0.0.1", port, "spot", "a test", wait_s)
 
     def nodes(self) -> JoinedNodes:
         return JoinedNodes(self.topology, self.config, self.said.append)
@@ -145,7 +146,7 @@ class Run:
     def other(self, config: Config | None = None, *, node_rank: int = 1) -> Coroutine[Any, Any, str]:
         topology = replace(self.topology, node_rank=node_rank)
         hello = hello_of(topology, config or self.config)
-        return JoiningNode(topology, hello, self.config.cluster, self.said.append).run()
+        return JoiningNode(topology, hello, self.said.append).run()
 
 
 @pytest.fixture
@@ -282,9 +283,8 @@ from spot_async.trainer.nodes.authentication import cluster_secret
 from spot_async.trainer.nodes.topology import Topology
 
 joining.reachable_address = lambda host: host
-cluster = ClusterConfig()
-topology = Topology(**json.loads(sys.argv[1]), secret=cluster_secret(os.environ, cluster))
-sys.exit(run_agent(topology, cluster, None, lambda line: print(line, flush=True)))
+topology = Topology(**json.loads(sys.argv[1]), secret=cluster_secret(os.environ, ClusterConfig()))
+sys.exit(run_agent(topology, None, lambda line: print(line, flush=True)))
 """
 
 

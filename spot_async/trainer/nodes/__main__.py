@@ -18,12 +18,11 @@ from spot_async.trainer.nodes.topology import Topology
 
 def main() -> int:
     exit_with_parent()
-    told = json.loads(sys.argv[1])  # by `agent_command`
-    cluster = ClusterConfig(**told["cluster"])
+    place = json.loads(sys.argv[1])  # by `agent_command`
     try:
-        topology = Topology(**told["place"], secret=cluster_secret(os.environ, cluster))
+        topology = Topology(**place, secret=cluster_secret(os.environ, ClusterConfig()))
         # Only who placed it stops it: it may die of any signal at once, and its ranks with it.
-        return EXIT_CODES[asyncio.run(JoiningNode(topology, hello_of(topology, None), cluster, _say).run())]
+        return EXIT_CODES[asyncio.run(JoiningNode(topology, hello_of(topology, None), _say).run())]
     except SpotError as error:
         _say(f"error: {error}")
         return 1

@@ -69,7 +69,6 @@ class JoinedNodes:
         """`say` gets lines for people."""
         self.topology = topology
         self._gate = Gate(topology.secret, say)
-        self._cluster = config.cluster
         self._hello = hello_of(topology, config)
         self._say = say
         self._members: dict[int, Connection[FromNode]] = {}
@@ -195,7 +194,7 @@ class JoinedNodes:
         if not self._missing:
             return
         self._say(f"waiting for {_nodes(self._missing)}")
-        timeout_s = self._cluster.join_timeout_s
+        timeout_s = self.topology.join_timeout_s
         if not await self._until(lambda: not self._missing or (is_first and self._refusal is not None), timeout_s):
             came = f"; one came that cannot join: {self._refusal}" if self._refusal else ""
             raise TrainerError(

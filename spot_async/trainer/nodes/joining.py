@@ -22,7 +22,7 @@ from spot_async.base.files import writing
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.base.tasks import while_alive
-from spot_async.config import ClusterConfig, Config
+from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError, TrainerError
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
@@ -53,11 +53,10 @@ EXIT_CODES: Mapping[Ending, int] = {"done": 0, "stopped": 75, "failed": 1}
 class JoiningNode:
     """A node that takes part in another's run."""
 
-    def __init__(self, topology: Topology, hello: Hello, cluster: ClusterConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, topology: Topology, hello: Hello, say: Callable[[str], None]) -> None:
         """`say` gets lines for people."""
         self._topology = topology
         self._hello = hello
-        self._cluster = cluster
         self._say = say
 
     async def run(self) -> Ending:
@@ -79,7 +78,7 @@ class JoiningNode:
 
     async def _join(self) -> Connection[ToNode]:
         """Return a connection over which node 0 has let this node in. It is tried until then."""
-        topology, timeout_s = self._topology, self._cluster.join_timeout_s
+        topology, timeout_s = self._topology, self._topology.join_timeout_s
         place = f"{topology.address}:{topology.port}"
         self._say(f"node {topology.node_rank} of {topology.nodes} ({topology.source}): joining the run at {place}")
         reason = "no answer"
@@ -170,17 +169,16 @@ class JoiningNode:
         )
 
 
-def agent_command(topology: Topology, cluster: ClusterConfig) -> list[str]:
+def agent_command(topology: Topology) -> list[str]:
     """Return the command that makes a machine with this environment one of a run's other nodes.
 
     It needs no configuration: what to train it gets from node 0.
     """
     place = {name: value for name, value in vars(topology).items() if name != "secret"}
-    timeouts = cluster.model_dump(include={"join_timeout_s"})
-    return [sys.executable, "-m", "spot_async.trainer.nodes", json.dumps({"place": place, "cluster": timeouts})]
+    return [sys.executable, "-m", "spot_async.trainer.nodes", json.dumps(place)]
 
 
-def run_agent(topology: Topology, cluster: ClusterConfig, config: Config, say: Callable[[str], None]) -> int:
+def run_agent(topology: Topology, config: Config, say: Callable[[str], None]) -> int:
     """Take part in the run until it is over; return the exit code. Raises as `JoiningNode.run` does.
 
     Schedulers send SIGTERM and SIGUSR1 to all nodes. Node 0 then ends the run in order, and this node must stay for
@@ -203,7 +201,7 @@ def run_agent(topology: Topology, cluster: ClusterConfig, config: Config, say: C
         loop.add_signal_handler(signal.SIGUSR1, lambda: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, hear, number)
-        return await JoiningNode(topology, hello_of(topology, config), cluster, say).run()
+        return await JoiningNode(topology, hello_of(topology, config), say).run()
 
     # Without a run's log, events would be printed: these are for people to read only if something is wrong.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))

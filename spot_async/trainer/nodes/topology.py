@@ -34,6 +34,7 @@ class Topology:
     port: int
     run_id: str
     source: str  # who says so
+    join_timeout_s: float  # nodes wait so long for each other
     # A new one is known to nobody: whoever starts nodes apart from each other gives them a common one.
     secret: Secret = field(default_factory=new_secret, repr=False, compare=False)
 
@@ -73,18 +74,20 @@ def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
     if address is None:
         raise ConfigError(f"cluster.address: say how the {nodes} nodes reach node 0; {ALONE}")
     port = cluster.port or told.port or DEFAULT_PORT
-    return Topology(nodes, node_rank, address, port, told.run_id or DEFAULT_RUN_ID, told.source)
+    run_id = told.run_id or DEFAULT_RUN_ID
+    return Topology(nodes, node_rank, address, port, run_id, told.source, cluster.join_timeout_s)
 
 
 def _placed(environ: Environ, cluster: ClusterConfig) -> Topology:
     """Return node 0, where the command is given. Its address is not known here, only that of Ray's head."""
     head = cluster.address or environ.get("RAY_ADDRESS") or ""
-    host, _, port = head.rpartition(":")
-    if not port.isdecimal():
+    host, _, port_of_head = head.rpartition(":")
+    if not port_of_head.isdecimal():
         raise ConfigError(
             f"cluster.address: say HOST:PORT of Ray's head, to which the {cluster.nodes} nodes have a way"
         )
-    return Topology(cluster.nodes or 1, 0, host, cluster.port or DEFAULT_PORT, DEFAULT_RUN_ID, "Ray")
+    port = cluster.port or DEFAULT_PORT
+    return Topology(cluster.nodes or 1, 0, host, port, DEFAULT_RUN_ID, "Ray", cluster.join_timeout_s)
 
 
 def left_alone(environ: Environ, cluster: ClusterConfig) -> str | None:
