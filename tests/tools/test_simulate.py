@@ -37,7 +37,7 @@ from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
-from spot_async.tools.simulate.measured import Level, Ramp, StageLoad
+from spot_async.tools.simulate.measured import Level, Ramp, StageLoad, Tuning
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, cluster_rates
 from spot_async.tools.simulate.reading import read_run
 from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
@@ -367,13 +367,17 @@ def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:
     return Ramp(server=server, levels=[level(in_flight) for in_flight in (1, 2, 4, 8)], ended="flat")
 
 
+def measured(ramps: list[Ramp]) -> Tuning:
+    return Tuning(measured="", seconds=1.0, prompts=1, requests_per_prompt={}, ramps=ramps)
+
+
 def test_tune_simulate_and_the_verdict_say_the_same_of_the_same_run(tmp_path):
     config = configuration(sampling={"max_response_tokens": 64})
     recorded_run(tmp_path / "run", config, policy=OpdPolicy, iterations=8)
     check_run(tmp_path / "run", config)
     cut_short = ramp("student", "rollout", 1000.0)
     ramps = [replace(cut_short, levels=cut_short.levels[:2], ended="time"), ramp("teacher", "score", 1000.0)]
-    tuned = choose(config, PolicyNeeds(teacher_top_k=16), ramps, [], tmp_path / "run")
+    tuned = choose(config, PolicyNeeds(teacher_top_k=16), measured(ramps), [], tmp_path / "run")
     limits = {each.key: each.recommended for each in tuned.recommendations}
     assert "stages.rollout.concurrency" not in limits, "nobody knows how fast the student is with more in flight"
     assert limits["max_staleness"] > 0
@@ -394,7 +398,7 @@ def test_tune_leaves_the_staleness_alone_where_trainer_and_servers_share_cores(t
     student = {"model": "a/student", "backend": {"kind": "local"}}
     config = configuration(student=student, sampling={"max_response_tokens": 64})
     recorded_run(tmp_path / "run", config, policy=OpdPolicy)
-    tuned = choose(config, PolicyNeeds(teacher_top_k=16), [], [], tmp_path / "run")
+    tuned = choose(config, PolicyNeeds(teacher_top_k=16), measured([]), [], tmp_path / "run")
     assert tuned.recommendations == []
     assert "they slow each other down, which is not simulated" in tuned.advice[-1]
 

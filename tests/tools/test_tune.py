@@ -31,7 +31,6 @@ from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, Stag
 from spot_async.tools.tune import command
 from spot_async.tools.tune.choice import choose
 from spot_async.tools.tune.command import (
-    Measured,
     TuneOptions,
     announcement,
     check_options,
@@ -168,7 +167,7 @@ def teacher_ramp(**changes: Any) -> Ramp:
 def chosen(*ramps: Ramp, **changes: Any) -> Any:
     """What is chosen of a run of plain on-policy distillation, without an earlier run."""
     run = {**RUN, "policy": "opd", "training": BATCH, **changes}
-    return choose(config_from(run), PolicyNeeds(teacher_top_k=16), ramps, LENGTHS, None)
+    return choose(config_from(run), PolicyNeeds(teacher_top_k=16), tuning(ramps=[*ramps]), LENGTHS, None)
 
 
 def limits(*ramps: Ramp, **changes: Any) -> dict[str, int]:
@@ -185,7 +184,7 @@ def test_the_verifier_has_a_limit_too():
     levels = [level(n, 5.0 * min(n, 2), "verify") for n in (1, 2, 4, 8)]
     ramp = Ramp(server="verifier", levels=levels, ended="flat")
     run = {"policy": {"kind": "grpo", "samples": 2}, "teacher": None, "training": {**BATCH, "reference_kl": 0.0}}
-    found = choose(config_from({**RUN, **run}), PolicyNeeds(samples_per_prompt=2), [ramp], LENGTHS, None)
+    found = choose(config_from({**RUN, **run}), PolicyNeeds(samples_per_prompt=2), tuning(ramps=[ramp]), LENGTHS, None)
     assert {each.key: each.recommended for each in found.recommendations} == {"stages.verify.concurrency": 2}
 
 
@@ -369,8 +368,8 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
 
 
 def test_what_was_measured_is_kept_of_a_run_that_cannot_be_simulated(tmp_path):
-    found = Measured(16, [], [student_ramp()], [])
-    choice = command.chosen(config_from(RUN), PolicyNeeds(), found, tmp_path / "no run")
+    found = tuning(recommendations=[])
+    choice = command.chosen(config_from(RUN), PolicyNeeds(), found, [], tmp_path / "no run")
     assert (choice.ramps, choice.recommendations) == (found.ramps, [])
     assert "the run cannot be simulated, so its limits stay as configured: " in choice.warnings[0]
 

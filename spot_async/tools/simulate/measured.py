@@ -89,9 +89,9 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int  # for how many prompts requests were noted
     requests_per_prompt: dict[str, float]  # by server
     ramps: list[Ramp]
-    recommendations: list[Recommendation]
-    advice: list[str]
-    warnings: list[str]
+    recommendations: list[Recommendation] = []
+    advice: list[str] = []
+    warnings: list[str] = []
 
 
 def read_tuning(path: Path) -> Tuning:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +19,7 @@ from spot_async.errors import DataError
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt, Workload
-from spot_async.tools.simulate.measured import ENOUGH, Ramp, Recommendation, rates_of_ramps, running_medians
+from spot_async.tools.simulate.measured import ENOUGH, Ramp, Recommendation, Tuning, rates_of_ramps, running_medians
 from spot_async.tools.simulate.rates import (
     RATES,
     ClusterRates,
@@ -40,15 +39,6 @@ COMPARED = 2  # of those that compare limits
 AT_ONCE = 1e12  # tokens a second of what holds nothing up
 
 
-class Choice(NamedTuple):
-    """What follows from the ramps."""
-
-    ramps: list[Ramp]  # with their knees
-    recommendations: list[Recommendation]
-    advice: list[str]
-    warnings: list[str]
-
-
 def check_run(run: Path, config: Config) -> None:
     """Raise DataError unless the run has what a simulation needs besides the servers."""
     recorded = read_run(run, config)
@@ -60,15 +50,15 @@ def check_run(run: Path, config: Config) -> None:
 
 
 def choose(
-    config: Config, needs: PolicyNeeds, ramps: Sequence[Ramp], prompts: Sequence[RecordedPrompt], run: Path | None
-) -> Choice:
-    """Return what follows from the ramps.
+    config: Config, needs: PolicyNeeds, measured: Tuning, prompts: Sequence[RecordedPrompt], run: Path | None
+) -> Tuning:
+    """Return what was measured with what follows from its ramps.
 
     `prompts` have the lengths that were met while tuning. A `run` has its own and its trainer, and what it says of
     servers counts as for `simulate --from`. Without one, training takes no time, and `max_staleness` stays. It also
     stays where trainer and servers share cores.
     """
-    recorded = Recorded({}, None) if run is None else read_run(run, config)
+    ramps, recorded = measured.ramps, Recorded({}, None) if run is None else read_run(run, config)
     workload = Workload.of(recorded.lengths or RecordedLengths(prompts), config.sampling.max_response_tokens)
     limits = {ramp.server: limit for ramp in ramps if (limit := enough(config, needs, ramp, workload)) is not None}
     limited = with_limits(config, stage_limits(config, ramps, limits))
@@ -95,11 +85,12 @@ def choose(
         advice.append(f"simulated as if it took no time, since nobody has measured it: {', '.join(unknown)}")
     advice += [f"the {ramp.server} answers at once: no limit of its stages matters" for ramp in ramps
                if ramp.ended == "instant"]  # fmt: skip
-    return Choice(
-        [msgspec.structs.replace(ramp, knee=limits.get(ramp.server)) for ramp in ramps],
-        found,
-        advice,
-        [line for ramp in ramps for line in warnings(ramp, config)],
+    return msgspec.structs.replace(
+        measured,
+        ramps=[msgspec.structs.replace(ramp, knee=limits.get(ramp.server)) for ramp in ramps],
+        recommendations=found,
+        advice=advice,
+        warnings=[*measured.warnings, *(line for ramp in ramps for line in warnings(ramp, config))],
     )
 
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -33,7 +33,7 @@ from spot_async.spending.run_spending import RunSpending
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
-from spot_async.tools.tune.choice import Choice, choose
+from spot_async.tools.tune.choice import choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
 from spot_async.tools.tune.results import terminal_tables, write
@@ -93,20 +93,9 @@ def run(
                 f"them within {seconds(level.p50_s)}"
             )
 
-        found = asyncio.run(measure(config, plan, directory, options, tell, show))
+        measured, templates = asyncio.run(measure(config, plan, directory, options, tell, show))
         status.update("simulating")
-        choice = chosen(config, plan.policy.needs, found, options.run)
-    asked = Counter(template.server for template in found.templates)
-    tuning = Tuning(
-        measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
-        seconds=options.seconds,
-        prompts=found.prompts,
-        requests_per_prompt={server: count / found.prompts for server, count in asked.items()},
-        ramps=choice.ramps,
-        recommendations=choice.recommendations,
-        advice=choice.advice,
-        warnings=[*found.skipped, *choice.warnings],
-    )
+        tuning = chosen(config, plan.policy.needs, measured, templates, options.run)
     for table in terminal_tables(tuning):
         screen.print(table)
     for warning in tuning.warnings:
@@ -121,22 +110,15 @@ def run(
     screen.print(Text(f"plots in the report of a run: {plots}"), soft_wrap=True)
 
 
-def chosen(config: Config, needs: PolicyNeeds, found: Measured, run: Path | None) -> Choice:
+def chosen(
+    config: Config, needs: PolicyNeeds, measured: Tuning, templates: Sequence[Template], run: Path | None
+) -> Tuning:
     """Return what follows from what was measured, which is kept even if the run cannot be simulated."""
     try:
-        return choose(config, needs, found.ramps, recorded_prompts(found.templates), run)
+        return choose(config, needs, measured, recorded_prompts(templates), run)
     except (SpotError, ExceptionGroup) as error:
         words = f"the run cannot be simulated, so its limits stay as configured: {first_line(root_cause(error))}"
-        return Choice(found.ramps, [], [], [words])
-
-
-class Measured(NamedTuple):
-    """What the servers did."""
-
-    prompts: int  # for how many requests were noted
-    templates: list[Template]
-    ramps: list[Ramp]
-    skipped: list[str]  # servers that were not ramped, and why
+        return msgspec.structs.replace(measured, warnings=[*measured.warnings, words])
 
 
 async def measure(
@@ -146,7 +128,7 @@ async def measure(
     options: TuneOptions,
     tell: Callable[[str], None],
     on_level: Callable[[str, Level], None],
-) -> Measured:
+) -> tuple[Tuning, list[Template]]:
     """Measure every server that the policy asks. Logs go under `directory`; `tell` gets what is about to be sent.
 
     Raises what starting the servers raises, ConfigError if `check` would refuse them, and RequestError if a prompt
@@ -193,7 +175,16 @@ async def measure(
         for role, account in accounts.items():
             if account.prices is not None:
                 tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
-        return Measured(len(prompts), templates, ramps, skipped)
+        asked = Counter(template.server for template in templates)
+        measured = Tuning(
+            measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+            seconds=options.seconds,
+            prompts=len(prompts),
+            requests_per_prompt={server: count / len(prompts) for server, count in asked.items()},
+            ramps=ramps,
+            warnings=skipped,
+        )
+        return measured, templates
 
 
 def announcement(server: str, templates: Sequence[Template], limits: RampLimits, account: Account | None) -> str:
