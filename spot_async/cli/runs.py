@@ -325,7 +325,7 @@ def _judge_again(run: str, overrides: Sequence[str]) -> None:
     from spot_async.tools.compare.reading import read_evaluated
 
     found = read_evaluated(run)
-    source = RunDirectory.open_own(found.path.parent, continues=False)  # its configuration may name code
+    source = RunDirectory.open_own(found.path.parent)  # its configuration is read whole, and may name code
     tree = read_tree(source.path / "config.yaml")
     tree["run"] = {**tree.get("run", {}), "directory": None}
     settings = evaluation_from(tree, overrides)

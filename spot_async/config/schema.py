@@ -29,7 +29,7 @@ from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptCo
 from spot_async.config.training import ClusterConfig, TrainingConfig
 from spot_async.errors import ConfigError
 
-CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
+CONFIG_VERSION = 2  # raised when a file of the version before can no longer be read as it is
 ROLES = ("student", "teacher", "reference")
 
 

@@ -64,7 +64,7 @@ from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
 MAX_HOLDER_BYTES = 1024  # of the line that names who has the lock
-RUN_FORMAT = 2  # raised when a run of before can no longer be continued
+RUN_FORMAT = 3  # raised when a run of before can no longer be continued
 
 # Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
@@ -273,14 +273,14 @@ class RunDirectory:
         return cls(path.resolve(), found.command, found.cores, found.spot_async)
 
     @classmethod
-    def open_own(cls, path: Path, *, continues: bool = True) -> RunDirectory:
+    def open_own(cls, path: Path) -> RunDirectory:
         """Return the run directory at `path` to continue in it: its configuration is run, and its state is trusted.
 
         Raises DataError too if another user could change it, or files in it that decide.
         """
         names = {*OF_A_START, *APPENDED, "checkpoints", "student", "best"}
         refuse_foreign_writers([path, *(path / name for name in names), *path.glob("evaluation*")])
-        return cls.open(path, continues=continues)
+        return cls.open(path, continues=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -197,7 +197,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "prompt.template_arguments.date_string: input should be a valid boolean or",
         ),
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),
-        ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
+        ("version=9", "configuration: version 9 is newer than this spot-async can read (2): install a newer one"),
         (
             "stages.attempt_timeout_s=700",
             "stages: attempt_timeout_s=700 is longer than timeout_s=600, which is the time of all attempts "
@@ -273,7 +273,7 @@ def test_names_of_others_and_of_before_lead_to_keys_that_exist():
 
 
 def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):
-    assert complaint(config_path, "version=2", "training.fancy_new_key=1").count("\n") == 0
+    assert complaint(config_path, "version=3", "training.fancy_new_key=1").count("\n") == 0
 
 
 def test_every_mistake_is_reported_in_its_own_line(config_path):
@@ -413,7 +413,7 @@ def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_p
     written.write_text(dump_yaml(config))
     again = load_config(written)
     assert again == config
-    assert written.read_text().startswith("version: 1\n")
+    assert written.read_text().startswith("version: 2\n")
     assert again.student.backend.slots == 7
 
 
