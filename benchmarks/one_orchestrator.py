@@ -31,7 +31,7 @@ from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.testing.services import SimulatedVerifier
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
+from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, cluster_rates
 from spot_async.tools.simulate.services import RatedStudent, RatedTeacher, prompts
 from spot_async.tools.simulate.simulation import make_policy, observe
@@ -76,9 +76,7 @@ class Measured:
 def measure(staleness: int, arguments: argparse.Namespace) -> Measured:
     batch_size = arguments.in_flight // (staleness + 1)
     config, rates = cluster(batch_size, arguments.students, arguments.teachers)
-    assert rates.lengths.median is not None
-    lengths = LogNormalLengths(rates.lengths.median, rates.lengths.sigma)
-    workload = Workload.of(lengths, config.sampling.max_response_tokens)
+    workload = Workload.of(rates.lengths, config.sampling.max_response_tokens)
     counted_from = WARM_UP * (staleness + 1)
     began_s = time.process_time()
     observed = run_on_virtual_time(

@@ -16,7 +16,7 @@ from spot_async.base.text import rough_time
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import SpotError
-from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
+from spot_async.tools.simulate.lengths import Lengths, Workload
 from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
 from spot_async.tools.simulate.rates import (
     ClusterRates,
@@ -30,6 +30,7 @@ from spot_async.tools.simulate.view import (
     binding,
     core_words,
     outcome_table,
+    own_words,
     rate_lines,
     sharing_words,
     staleness_words,
@@ -70,6 +71,8 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
     if len(outcomes) <= options.max_staleness:
         told.append("with sleep_while_training only max_staleness=0 can be run: no other is simulated")
+    if options.run is not None and not options.rates and not options.stated:
+        told += own_words(options.run, outcomes)
     lines = [
         *([staleness_words(outcomes)] if len(outcomes) > 1 else []),
         *binding(sufficient(outcomes)),
@@ -120,7 +123,5 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     sources.append(stated)
     knows_lengths = recorded.lengths is not None and "lengths" not in stated
     rates = cluster_rates(sources, config, needs, knows_lengths=knows_lengths)
-    if recorded.lengths is not None and knows_lengths:
-        return rates, recorded.lengths, told
-    assert rates.lengths.median is not None
-    return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma, rates.lengths.prompts), told
+    lengths = recorded.lengths if knows_lengths else None
+    return rates, lengths or rates.lengths, told

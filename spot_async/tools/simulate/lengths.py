@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
+from pydantic import Field
 
 from spot_async.base.seeds import derive_seed
+from spot_async.config.base import NonNegativeFloat, PositiveFloat, Section
 
 GRAINS = 64  # an average response has about so many grains
 
@@ -23,21 +25,20 @@ GRAINS = 64  # an average response has about so many grains
 Asked = Counter[tuple[int, bool]]  # what was asked for each prompt so far: responses, and probes (True)
 
 
-@dataclass(frozen=True)
-class LogNormalLengths:
+class LogNormal(Section):
     """Lengths in tokens, before they are cut. Responses and probes are drawn alike, each by itself."""
 
-    median: float
-    sigma: float
-    prompts: float = 0.0  # of which all are alike
+    median: PositiveFloat | None = Field(None, description="tokens that half of the responses have at most")
+    sigma: NonNegativeFloat = Field(0.7, description="standard deviation of the logarithm of a length")
+    prompts: NonNegativeFloat = Field(0.0, description="tokens of a prompt, which servers score with each response")
 
     @property
     def mean(self) -> float:
         """About the mean length of a response."""
-        return self.median * math.exp(self.sigma**2 / 2)
+        return (self.median or 0.0) * math.exp(self.sigma**2 / 2)
 
     def response(self, ordinal: int, seed: int, nth: int) -> float:
-        return float(self.median * math.exp(self.sigma * np.random.default_rng(seed).standard_normal()))
+        return float((self.median or 0.0) * math.exp(self.sigma * np.random.default_rng(seed).standard_normal()))
 
     def probe(self, ordinal: int, seed: int, nth: int) -> float:
         return self.response(ordinal, seed, nth)
@@ -86,7 +87,7 @@ class RecordedLengths:
         return self.prompts[_shuffled(len(self.prompts), time)[place]]
 
 
-Lengths: TypeAlias = LogNormalLengths | RecordedLengths
+Lengths: TypeAlias = LogNormal | RecordedLengths
 
 
 @lru_cache(maxsize=4)

@@ -19,6 +19,7 @@ from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt,
 from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError
 from spot_async.stages.services import requests_per_prompt
+from spot_async.tools.simulate.lengths import LogNormal
 from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
@@ -70,14 +71,6 @@ class TrainerRates(Section):
 
     tokens_per_s: PositiveFloat | None = Field(None, description="response tokens trained a second")
     fixed_s: NonNegativeFloat = Field(0.0, description="seconds of an iteration besides its tokens")
-
-
-class LogNormal(Section):
-    """Lengths of responses, log-normal."""
-
-    median: PositiveFloat | None = Field(None, description="tokens that half of the responses have at most")
-    sigma: NonNegativeFloat = Field(0.7, description="standard deviation of the logarithm of a length")
-    prompts: NonNegativeFloat = Field(0.0, description="tokens of a prompt, which servers score with each response")
 
 
 class ClusterRates(Section):

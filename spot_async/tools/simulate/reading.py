@@ -29,7 +29,6 @@ LOADING = (*RESPONSES, "probe", *SCORES)  # stages whose requests take the longe
 class Slice(msgspec.Struct):
     """What rates need of a line of `trace.json`. Times are in microseconds."""
 
-    ph: str
     name: str = ""
     ts: int = 0
     dur: int = 0

@@ -311,14 +311,10 @@ class RatedTrainer(SimulatedTrainer):
         self._rates = rates
         self._grain = grain
 
-    def seconds(self, batch: Sequence[Supervision]) -> float:
-        assert self._rates.tokens_per_s is not None
-        return (
-            self._rates.fixed_s + sum(len(each.response_ids) for each in batch) * self._grain / self._rates.tokens_per_s
-        )
-
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        self.step_s = self.seconds(batch)
+        assert self._rates.tokens_per_s is not None
+        tokens = self._grain * sum(len(each.response_ids) for each in batch)
+        self.step_s = self._rates.fixed_s + tokens / self._rates.tokens_per_s
         return await super().train(iteration, batch)
 
 

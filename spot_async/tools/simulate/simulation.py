@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -268,12 +267,8 @@ def _servers(role: str, rates: ClusterRates, workload: Workload) -> list[RatedSe
 
 
 def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaPool[RatedServer]:
-    made = {f"{role}-{number}": partial(_same, server) for number, server in enumerate(servers, 1)}
+    made = {f"{role}-{number}": (lambda own=server: own) for number, server in enumerate(servers, 1)}
     return ReplicaPool(role, made, config.models.get(role, config.student).serving)
-
-
-def _same(server: RatedServer) -> RatedServer:
-    return server
 
 
 def _tree(config: Config, rates: ClusterRates, staleness: int) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from spot_async.config import Config, teacher_role
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.screen import number_table
-from spot_async.telemetry.totals import shares_cores
+from spot_async.telemetry.totals import shares_cores, training_s
 from spot_async.tools.simulate.rates import ClusterRates
-from spot_async.tools.simulate.simulation import Outcome, sufficient
+from spot_async.tools.simulate.simulation import WARM_UP, Outcome, sufficient
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
@@ -66,8 +66,21 @@ def sharing_words(config: Config, run: Path) -> str:
         return ""
     return (
         f"trainer and servers share the {cores or 'few'} cores of {run}: above max_staleness=0 they slow each other "
-        "down, which is not simulated"
+        "down, which is not simulated: its rates are those of its own max_staleness"
     )
+
+
+def own_words(run: Path, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return how far the simulation is off the run whose rates it has, if it was simulated with that staleness."""
+    files = RunFiles(run)
+    rows, given = files.metrics(), files.config().get("max_staleness")
+    staleness = max(0, given) if isinstance(given, int) else 0
+    steady = rows[1 + WARM_UP * staleness : len(rows) - staleness] or rows  # neither fills up nor comes to its end
+    own_s = sum(map(training_s, steady)) / len(steady)
+    if staleness >= len(outcomes) or own_s <= 0:
+        return []
+    off = outcomes[staleness].iteration_s / own_s - 1
+    return [f"that run itself took {own_s:.3g} s an iteration with max_staleness={staleness}: simulated is {off:+.0%}"]
 
 
 def binding(outcome: Outcome) -> list[str]:

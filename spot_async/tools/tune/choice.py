@@ -116,8 +116,7 @@ def enough(config: Config, needs: PolicyNeeds, ramp: Ramp, workload: Workload) -
 def stage_limits(config: Config, ramps: Sequence[Ramp], limits: Mapping[str, int]) -> dict[str, int]:
     """Return the limits of the stages from those of their servers, each for all servers of a role together."""
     asked = {stage for ramp in ramps for level in ramp.levels for stage in level.stages}
-    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference or config.student}
-    numbers = {role: len(model.backend.servers()) for role, model in models.items() if model is not None}
+    numbers = {role: len(config.models.get(role, config.student).backend.servers()) for role in ROLES}
     return {
         stage: limits[server] * numbers.get(server, 1)
         for stage, server in STAGE_SERVERS.items()
