@@ -12,16 +12,20 @@ import pytest
 from deadlines import soon
 from faulty_proxy import Fault, FaultyProxy
 
+from spot_async.backends.local.server import read_error
 from spot_async.backends.shared.failures import error_message
 from spot_async.backends.shared.http import HttpEndpoint
-from spot_async.backends.shared.replies import check_generation, check_scores
+from spot_async.backends.shared.replies import check_candidates, check_generation, check_rows, check_scores
+from spot_async.base import wire
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
     PoisonedReplyError,
+    RequestError,
     ThrottledError,
     TransientError,
+    VersionMismatchError,
 )
 from spot_async.replicas.leasing import OneService
 from spot_async.stages.stage import Stage, StageLimits
@@ -194,6 +198,30 @@ def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -
         check_scores(msgspec.structs.replace(honest, **change), RESPONSE, top_k=1, vocab_size=VOCAB)
 
 
+def test_poisoned_rows_and_candidates_are_rejected() -> None:
+    own, top = np.array([-3.0, -4.0], np.float32), np.array([[-0.5, -1.0]] * 2, np.float32)
+    ids = np.array([[1, 2]] * 2, np.int32)
+    check_rows(RESPONSE, own, ids, top, top_k=2, vocab_size=VOCAB)
+    for change, message in [
+        ((own, ids, top[:, ::-1]), "do not descend"),
+        ((-own, ids, top), "logprobs hold values ab"),
+    ]:
+        with pytest.raises(PoisonedReplyError, match=message):
+            check_rows(RESPONSE, *change, top_k=2, vocab_size=VOCAB)
+    assert check_candidates(top, ids) is top
+    with pytest.raises(PoisonedReplyError, match="candidate log-probabilities hold values above 0"):
+        check_candidates(-top, ids)
+
+
+def test_an_error_that_our_own_server_names_is_raised_and_any_other_name_is_told_by_its_status() -> None:
+    def read(name: str) -> RequestError | None:
+        return read_error("student", 503, wire.encode({"error": name, "message": "other weights"}))
+
+    assert isinstance(read("VersionMismatchError"), VersionMismatchError)
+    for other in ("SpotError", "NoSuchError"):
+        assert type(read(other)) is ThrottledError
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -211,6 +239,7 @@ def test_what_a_server_complains_of_is_found_in_every_shape_of_error(body: bytes
 def test_an_error_of_no_known_shape_is_shown_as_it_came() -> None:
     assert error_message(b'{"error": {"code": 3}}') == '{"error": {"code": 3}}'
     assert error_message(b"\xff") == "\ufffd"
+    assert error_message(b"[" * 100_000).startswith("[[[")
 
 
 async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once() -> None:

@@ -158,7 +158,11 @@ def test_a_reply_with_a_hole_is_poisoned() -> None:
     ]:
         with pytest.raises(PoisonedReplyError, match=reason):
             scores_of(prompt_rows(broken, PROMPT), at)
+    with pytest.raises(PoisonedReplyError, match="2 choices where 1 was asked for"):
+        choice({"reply": {"choices": 2 * base["reply"]["choices"]}})
     echo = choice(VLLM["ids_echo"])
+    with pytest.raises(PoisonedReplyError, match="no log-probabilities although they were asked for"):
+        echoed_rows(msgspec.structs.replace(echo, logprobs=None), None, tokens=None)
     rest = {name: getattr(echo.logprobs, name)[1:] for name in ("tokens", "token_logprobs", "top_logprobs")}
     for lists in (rest, {"token_logprobs": rest["token_logprobs"]}):  # the first token's entry left out, or its value
         shorter = msgspec.structs.replace(
