@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 
+from spot_async.run_directory.layout import RUN_FORMAT
 from spot_async.run_directory.reading import RunFiles
 
 CONFIG = """
@@ -67,7 +68,7 @@ def metrics_row(iteration):
 
 def make_run(path, samples=(), rows=(), summary=None):
     path.mkdir()
-    (path / "run.json").write_text('{"format": 2, "command": "train"}')
+    (path / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
     (path / "config.yaml").write_text(CONFIG)
     (path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
