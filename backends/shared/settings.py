@@ -245,10 +245,10 @@ class StudentServerSettings(AttachedSettings):
 
     def _check_sender(self) -> None:
         """Raise ValueError if the sender would be on a device of a server's: NCCL takes each device once."""
-        device = self.weights.sender_device
+        device = self.weights.device
         _, _, number = device.partition(":")
         remedy = "set weights.device to a GPU that no server uses, or weights.transport=disk"
-        if self.sleep_while_training and self.weights.device is None:
+        if self.sleep_while_training and "device" not in self.weights.model_fields_set:
             raise ValueError(
                 f"weights.transport=distributed with sleep_while_training: the servers share the trainer's GPUs, and "
                 f"NCCL refuses a sender on one of theirs, as {device} would be: {remedy}"
@@ -271,9 +271,9 @@ class StudentServerSettings(AttachedSettings):
             theirs = found.nccl if found is not None else None
             if None not in (ours, theirs) and theirs != ours:
                 raise ConfigError(
-                    f"{section}.weights.backend=nccl: the sender has NCCL {ours}, and the server of {section}.{key} "
-                    f"has {theirs} ({each.python}), which refuse each other: install the same version in both "
-                    "environments, or set weights.transport=disk"
+                    f"{section}.weights.device={self.weights.device}: the sender has NCCL {ours}, and the server of "
+                    f"{section}.{key} has {theirs} ({each.python}), which refuse each other: install the same version "
+                    "in both environments, or set weights.transport=disk"
                 )
 
     @property

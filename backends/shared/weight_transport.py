@@ -43,22 +43,20 @@ class WeightSettings(Section):
         description="disk: servers read the published directory; distributed: they receive its tensors; adapter: "
         "they read the adapter alone (needs `training.lora`)",
     )
-    backend: Literal["nccl", "gloo"] = Field(
-        "nccl", description="for distributed: nccl between GPUs, gloo between CPUs"
-    )
     address: str = Field("127.0.0.1", description="for distributed: this machine's address, as servers reach it")
     port: int | None = Field(
         None, ge=1, le=65535, description="for distributed: the port to listen on; default: a free one"
     )
-    device: str | None = Field(None, description="for distributed: the sender's device; default: `cuda:0` or `cpu`")
+    device: str = Field("cuda:0", description="for distributed: the sender's; `cpu`: by gloo between CPUs, not NCCL")
+
+    @property
+    def backend(self) -> str:
+        """What torch calls the way between the processes."""
+        return "gloo" if self.device == "cpu" else "nccl"
 
     @property
     def by_nccl(self) -> bool:
         return self.transport == "distributed" and self.backend == "nccl"
-
-    @property
-    def sender_device(self) -> str:
-        return self.device or ("cuda:0" if self.backend == "nccl" else "cpu")
 
 
 def check_reachable(settings: WeightSettings, hosts: Sequence[str], *, servers: int) -> None:
@@ -178,7 +176,7 @@ class WeightSender:
                 self._name,
                 [
                     *(sys.executable, "-m", "spot_async.backends.shared.weight_sender", directory),
-                    *(settings.backend, settings.sender_device, settings.address, str(settings.port or 0)),
+                    *(settings.backend, settings.device, settings.address, str(settings.port or 0)),
                 ],
                 log_path=self._log_path,
             )

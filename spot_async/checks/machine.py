@@ -148,9 +148,8 @@ def without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterator
         if number.isdecimal() and int(number) >= gpus:
             yield f"{section}.{key} names GPU {number}, but {has}" + (f", 0 to {gpus - 1}" if gpus else "")
     weights = getattr(model.backend, "weights", None)
-    way = (role, getattr(weights, "transport", ""), getattr(weights, "backend", ""))
-    if not gpus and way == ("student", "distributed", "nccl"):
-        yield f"{section}.weights.backend=nccl sends between GPUs, but {has}: set it to gloo, or transport to disk"
+    if not gpus and role == "student" and weights is not None and getattr(weights, "by_nccl", False):
+        yield f"{section}.weights.device={weights.device} is a GPU, but {has}: set it to cpu, or transport to disk"
 
 
 def _named_by(settings: object) -> Iterator[tuple[str, str]]:

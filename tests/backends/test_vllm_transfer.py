@@ -123,12 +123,12 @@ Connect = Callable[..., Any]
 
 @pytest.fixture
 def connect(random_model: Any, tmp_path: Path) -> Connect:
-    """`connect(backend)`: updater, stand-in, sender and snapshot(version)."""
+    """`connect(device)`: updater, stand-in, sender and snapshot(version)."""
     model = random_model()
 
     @asynccontextmanager
-    async def enter(backend: str = "nccl") -> AsyncIterator[Any]:
-        stand_in, weights = StandIn(), WeightSettings(transport="distributed", backend=backend)
+    async def enter(device: str = "cuda:0") -> AsyncIterator[Any]:
+        stand_in, weights = StandIn(), WeightSettings(transport="distributed", device=device)
         sender = Sender(weights, tmp_path)
         with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as listener:
             settings = VllmBackend.Settings(url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
@@ -169,7 +169,7 @@ async def test_the_group_is_made_once_by_nccls_id_and_an_update_is_one_session(c
 
 
 async def test_other_backends_meet_at_the_senders_store(connect: Connect) -> None:
-    async with connect("gloo") as (updater, stand_in, sender, snapshot):
+    async with connect("cpu") as (updater, stand_in, sender, snapshot):
         await updater.update(snapshot(1), deadline=soon())
         info = stand_in.bodies["/init_weight_transfer_engine"]["init_info"]
         assert sender.told[1] == ("join", info.pop("group_name"), 3)
@@ -263,7 +263,7 @@ async def test_a_torch_without_nccl_is_named(tmp_path: Path) -> None:
         ({"devices": "3"}, {"sleeps": True}, "distributed with sleep_while_training: the servers share the trainer's"),
         ({"devices": "3"}, {"device": "cuda"}, None),
         ({"devices": "0"}, {"device": "cuda:7", "sleeps": True}, None),
-        ({"devices": "0"}, {"backend": "gloo"}, None),
+        ({"devices": "0"}, {"device": "cpu"}, None),
         ({"prefix": ["ssh", "h"], "host": "10.0.0.2"}, {"address": "10.0.0.1"}, None),
     ],
 )
@@ -294,7 +294,7 @@ def test_other_versions_of_nccl_are_refused_with_both(monkeypatch: pytest.Monkey
     monkeypatch.setattr(VllmBackend.Settings, "PACKAGE", "json")
     settings = validate_as(VllmBackend.Settings, given)
     monkeypatch.setattr(server_settings, "nccl_version", lambda: "2.29.7")
-    said = r"student.backend.weights.backend=nccl: the sender has NCCL 2.29.7, and the server of .*launch has 2.30.7"
+    said = r"student.backend.weights.device=cuda:0: the sender has NCCL 2.29.7, and the server of .*launch has 2.30.7"
     with pytest.raises(ConfigError, match=said):
         settings.check_installed("student.backend")
     for ours in ("2.30.7", None):

@@ -62,7 +62,7 @@ def test_a_server_elsewhere_is_not_told_to_find_us_on_its_own_machine() -> None:
 
 @asynccontextmanager
 async def started(tmp_path: Path) -> AsyncIterator[tuple[WeightSender, int]]:
-    sender = WeightSender(WeightSettings(backend="gloo"), name="student", log_directory=tmp_path)
+    sender = WeightSender(WeightSettings(device="cpu"), name="student", log_directory=tmp_path)
     try:
         yield sender, await sender.start(deadline=soon())
     finally:
@@ -125,7 +125,7 @@ async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) 
         ):
             await sender.join("weights", world_size=2, deadline=soon(0.5))  # nobody else comes
 
-    elsewhere = WeightSettings(backend="gloo", address="192.0.2.1")  # reserved for documentation: nobody's
+    elsewhere = WeightSettings(device="cpu", address="192.0.2.1")  # reserved for documentation: nobody's
     sender = WeightSender(elsewhere, name="student", log_directory=tmp_path)
     with pytest.raises(TransientError, match=r"cannot start: cannot listen on 192\.0\.2\.1:0: "):
         await sender.start(deadline=soon())

@@ -44,7 +44,7 @@ def warned(machine, *overrides, nodes=1):
 
 
 LAUNCH = "teacher.backend={kind: vllm, launch: {python: p, devices: '%s'}}"
-NCCL = "student.backend={kind: vllm, url: 'http://127.0.0.1:1', weights: {transport: distributed, backend: %s}}"
+NCCL = "student.backend={kind: vllm, url: 'http://127.0.0.1:1', weights: {transport: distributed, device: %s}}"
 
 
 OFFLOADED = "training={iterations: 1, sharding: fsdp2, offload: all, ranks: 2}"
@@ -57,7 +57,7 @@ OFFLOADED = "training={iterations: 1, sharding: fsdp2, offload: all, ranks: 2}"
         (TWO_GPUS, LAUNCH % "1,2", "teacher.backend.launch.devices names GPU 2, but this machine has 2 GPUs, 0 to 1"),
         (NO_GPU, "student.backend={kind: local, device: 'cuda:0'}", "student.backend.device names GPU 0, but"),
         (TWO_GPUS, "student.backend={kind: local, device: 'cuda:5'}", "student.backend.device names GPU 5, but"),
-        (NO_GPU, NCCL % "nccl", "student.backend.weights.backend=nccl sends between GPUs, but this machine has no GPU"),
+        (NO_GPU, NCCL % "cuda:1", "student.backend.weights.device=cuda:1 is a GPU, but this machine has no GPU"),
         (NO_GPU, "training.ranks=9", "training.ranks=9 with training.threads=1: the trainer's 9 threads share 2 cores"),
         (NO_GPU, "training.threads=3", "training.ranks=1 with training.threads=3: the trainer's 3 threads share 2"),
         (TWO_GPUS, "training.ranks=9", "training.ranks=9 needs as many GPUs, but only 2 of this machine are visible"),
@@ -83,7 +83,7 @@ def test_what_the_machine_lacks_is_one_line(machine, override, said):
         (TWO_GPUS, LAUNCH % "GPU-8f3c"),  # a name, which CUDA alone can look up
         (NO_GPU, "teacher.backend={kind: vllm, launch: {python: p, devices: '7', prefix: [ssh, h], host: h}}"),
         (NO_GPU, "teacher.backend={kind: vllm, url: 'http://h:1'}"),
-        (NO_GPU, NCCL % "gloo"),
+        (NO_GPU, NCCL % "cpu"),
         (NO_GPU, "training.ranks=2"),
         (TWO_GPUS, "training.ranks=2"),
         (TWO_GPUS, OFFLOADED.replace("ranks: 2", "ranks: 2, threads: 4")),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.base import registry
 from spot_async.config import Config, LoraConfig
 from spot_async.config.loading import doubled_backslashes, dump_yaml, load_config, read_tree
@@ -105,6 +106,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ),
         ("cluster.start_timeout_s=8", "cluster.start_timeout_s: unknown key; here it is `cluster.join_timeout_s`"),
         ("cluster.run_id=x", "unknown key; the scheduler tells runs apart, or else their cluster.port does: take it"),
+        (
+            "student.backend={kind: vllm, url: 'http://a', weights: {backend: gloo}}",
+            "weights.backend: unknown key; here it is `student.backend.weights.device` (cpu means gloo, others NCCL)",
+        ),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),
@@ -267,6 +272,7 @@ def test_names_of_others_and_of_before_lead_to_keys_that_exist():
     )
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
     known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
+    known |= {f"student.backend.weights.{name}" for name in WeightSettings.model_fields}
     known |= {f"teacher.backend.{path}" for path in paths(registry.load("backends", "openai").Settings)}
     assert {each.here for of in ("keys", "keys_before") for each in other_names()[of] if each.here} <= known
     assert {each.here for each in other_names()["training.lora"] if each.here} <= {*LoraConfig.model_fields}

@@ -59,7 +59,7 @@ class Elsewhere:
         hidden = f"unshare --mount sh -c 'mount -t tmpfs none {self.run} && exec sh'"
         changes = {"prefix": ["ssh", "-F", str(client), "there", hidden], "host": host}
         settings = self._make.Settings(
-            launch=self._launch.model_copy(update=changes), weights=WeightSettings(backend="gloo", **weights)
+            launch=self._launch.model_copy(update=changes), weights=WeightSettings(device="cpu", **weights)
         )
         return self._make(settings, role="student", model=str(self.model), run_directory=self.run)
 

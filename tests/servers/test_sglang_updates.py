@@ -57,7 +57,7 @@ def snapshot_of(model: Path, version: WeightVersion) -> WeightSnapshot:
 
 
 def weight_settings(transport: str) -> WeightSettings:
-    return WeightSettings(transport=transport, backend="gloo")
+    return WeightSettings(transport=transport, device="cpu")
 
 
 @pytest.mark.parametrize("transport", ["disk", "distributed"])

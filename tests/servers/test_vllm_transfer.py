@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = np.random.default_rng(7).integers(3, 512, 160).astype(np.int32)  # longer than a block of the prefix cache
 SAMPLING = SamplingSettings(max_tokens=32, stop_token_ids=(), seed=1)
 V0, V1, V2 = WeightVersion(0, 0), WeightVersion(0, 1), WeightVersion(0, 2)
-DISTRIBUTED = WeightSettings(transport="distributed", backend="gloo")
+DISTRIBUTED = WeightSettings(transport="distributed", device="cpu")
 
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly)])
