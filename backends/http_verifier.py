@@ -20,7 +20,6 @@ from pydantic import Field
 
 from spot_async.base.retry import QUESTION_TIMEOUT_S
 from spot_async.base.tasks import Opened
-from spot_async.config import PositiveInt
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import LEASED, Grant, RateLimiter
@@ -33,6 +32,7 @@ from .shared.settings import EndpointSettings
 
 SECTION = "verifier"
 JSON = "application/json"
+MAX_REPLY_BYTES = 1 << 16  # of a judgement, feedback and all
 ASKED_FIRST = Problem(id="spot-async", text="What is 1 + 1?", answer="2"), r"\boxed{2}"
 NO_TOKENS = Size(prompt_tokens=0, max_completion_tokens=0)  # a question is counted, and its tokens are not
 
@@ -72,9 +72,6 @@ class HttpVerifier(Opened):
 
         kind: str = "http"
         url: Address = Field(description="where questions are posted to, such as http://127.0.0.1:9000/judge")
-        max_reply_bytes: PositiveInt = Field(
-            1 << 16, le=1 << 20, description="longest reply, feedback and all; a longer one is no judgement"
-        )
 
         @pydantic.field_validator("prices")
         @classmethod
@@ -141,7 +138,7 @@ class HttpVerifier(Opened):
                 content_type=JSON,
                 deadline=deadline,
                 resend=False,
-                largest=self.settings.max_reply_bytes,
+                largest=MAX_REPLY_BYTES,
             )
             charge.answered(reply)
             charge.stated = NO_TOKENS.counted  # else an answer without a `usage` would count as not stated

@@ -56,7 +56,7 @@ FREE = (
     *(
         f"verifier.{key}"  # how a server that judges is reached
         for key in (
-            *("url", "api_key_env", "headers", "secret_headers", "proxy", "ca_certificates", "max_reply_bytes"),
+            *("url", "api_key_env", "headers", "secret_headers", "proxy", "ca_certificates"),
             *("requests_per_minute", "prices", "budget"),
         )
     ),

@@ -23,6 +23,7 @@ from spot_async.types import Int64Array
 AFTER_TRAINING = "evaluation-after.json"
 FIGURES_FILES = ("evaluation.json", AFTER_TRAINING)  # what `eval` and `train` write
 PRESET = "evaluation.preset"
+LIMITS = ("memory_limit_bytes", "max_reply_bytes")  # of verifiers, in evaluations of before
 BENCHMARKS = "evaluation.benchmarks."
 
 
@@ -180,8 +181,8 @@ def _that_decide(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         owner = key.rpartition(".")[0]
         if key == PRESET or (owner.startswith(BENCHMARKS) and owner.removeprefix(BENCHMARKS) not in names):
             continue
-        if isinstance(value, dict):  # a verifier's settings, which used to have a limit that is a constant now
-            found |= {f"{key}.{name}": each for name, each in value.items() if name != "memory_limit_bytes"}
+        if isinstance(value, dict):  # a verifier's settings, which used to have limits that are constants now
+            found |= {f"{key}.{name}": each for name, each in value.items() if name not in LIMITS}
         else:
             found[key] = value
     return found
