@@ -74,15 +74,14 @@ class Opened:
 
     async def _attend(self, purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
         self.inside += 1
-        connection = await Connection[bytes].open(connected, seals, 60.0, bytes)
+        connection = await Connection[bytes].open(connected, seals, bytes)
         with contextlib.suppress(LostConnectionError):
             connection.send(await connection.receive())
         await connection.close()
 
     async def visit(self, words: bytes = b"hello", secret: Secret = SECRET) -> bytes:
-        connection = await Connection[bytes].open(
-            *await knock("127.0.0.1", self.port, secret, Purpose.NODE), 60.0, bytes
-        )
+        found = await knock("127.0.0.1", self.port, secret, Purpose.NODE)
+        connection = await Connection[bytes].open(*found, bytes)
         connection.send(words)
         try:
             return await connection.receive()
@@ -165,7 +164,7 @@ async def test_a_recorded_conversation_is_refused_by_either_end() -> None:
     async with opened.open(), await asyncio.start_server(between, "127.0.0.1", 0) as recorder:
         port, opened_port = recorder.sockets[0].getsockname()[1], opened.port
         connected, seals = await knock("127.0.0.1", port, SECRET, Purpose.NODE)
-        connection = await Connection[bytes].open(connected, seals, 60.0, bytes)
+        connection = await Connection[bytes].open(connected, seals, bytes)
         connection.send(b"hello")
         assert await connection.receive() == b"hello"
         await connection.close()
@@ -218,11 +217,11 @@ async def test_the_store_on_loopback_is_reached_through_the_tunnel_also_when_it_
 
     async def attend(purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
         assert purpose is Purpose.STORE
-        await bring_to_store(await Connection[bytes].open(connected, seals, 60.0, bytes), port)
+        await bring_to_store(await Connection[bytes].open(connected, seals, bytes), port)
 
     async def enter() -> Connection[bytes]:
         connected, seals = await knock(*listener.getsockname(), SECRET, Purpose.STORE)
-        return await Connection[bytes].open(connected, seals, 60.0, bytes)
+        return await Connection[bytes].open(connected, seals, bytes)
 
     listener, reserved = listening_at("127.0.0.1", 0), reserve_port()
     port = reserved.getsockname()[1]

@@ -156,7 +156,7 @@ def run(program: list[str], quick_config: Callable[..., Config]) -> Run:
 
 @pytest.fixture(autouse=True)
 def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("joined", "joining"):
+    for module in ("joined", "connection"):
         monkeypatch.setattr(f"spot_async.trainer.nodes.{module}.HEARTBEAT_TIMEOUT_S", 2.0)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from spot_async.base import wire
+from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.errors import ConfigError, SpotError
 from spot_async.trainer.nodes.authentication import TAG_BYTES, ForgedError, Seals
 
@@ -33,28 +34,20 @@ class LostConnectionError(SpotError):
 class Connection(Generic[T]):
     """One end. It reads messages of type `T`, and sends any."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        seals: Seals,
-        timeout_s: float,
-        kind: Any,
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: Seals, kind: Any) -> None:
         """Use `open`."""
         self._reader = reader
         self._writer = writer
         self._seals = seals
         self._kind = kind
-        self._timeout_s = timeout_s
         self.peer = str((writer.get_extra_info("peername") or ["unknown"])[0])
 
     @classmethod
-    async def open(cls, connected: socket.socket, seals: Seals, timeout_s: float, kind: Any) -> Self:
+    async def open(cls, connected: socket.socket, seals: Seals, kind: Any) -> Self:
         """Take over a connection whose ends have shown each other the secret. `kind` is T."""
-        connection = cls(*await asyncio.open_connection(sock=connected), seals, timeout_s, kind)
+        connection = cls(*await asyncio.open_connection(sock=connected), seals, kind)
         with suppress(OSError):  # it is closed already, as `receive` will say
-            _notice_silence(connected, timeout_s)
+            _notice_silence(connected)
         return connection
 
     def send(self, message: object) -> None:
@@ -87,7 +80,7 @@ class Connection(Generic[T]):
             raise LostConnectionError("said what is no message of spot-async") from None
         except OSError as error:
             if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
-                raise LostConnectionError(f"was silent for {self._timeout_s:g} s") from None
+                raise LostConnectionError(f"was silent for {HEARTBEAT_TIMEOUT_S:g} s") from None
             raise LostConnectionError(f"lost the connection: {error.strerror}") from None
 
     async def close(self) -> None:
@@ -100,14 +93,14 @@ class Connection(Generic[T]):
             self._writer.transport.abort()
 
 
-def _notice_silence(connected: socket.socket, timeout_s: float) -> None:
+def _notice_silence(connected: socket.socket) -> None:
     """Have the kernel end a connection whose other end has been silent for so long."""
-    interval_s = max(1, round(timeout_s / (PROBES + 1)))
+    interval_s = max(1, round(HEARTBEAT_TIMEOUT_S / (PROBES + 1)))
     settings = {
         "TCP_KEEPIDLE": interval_s,
         "TCP_KEEPINTVL": interval_s,
         "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": round(1000 * timeout_s),  # also for what was sent and not acknowledged
+        "TCP_USER_TIMEOUT": round(1000 * HEARTBEAT_TIMEOUT_S),  # also for what was sent and not acknowledged
     }
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in settings.items():

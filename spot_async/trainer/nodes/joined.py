@@ -207,7 +207,7 @@ class JoinedNodes:
     async def _attend(self, purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
         """Attend to somebody who knows the secret for as long as they are there."""
         kind: Any = bytes if purpose is Purpose.STORE else FromNode
-        connection = await Connection[Any].open(connected, seals, HEARTBEAT_TIMEOUT_S, kind)
+        connection = await Connection[Any].open(connected, seals, kind)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await connection.receive()

@@ -20,7 +20,6 @@ import structlog
 
 from spot_async.base.files import writing
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.retry import HEARTBEAT_TIMEOUT_S
 from spot_async.base.tasks import while_alive
 from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError, TrainerError
@@ -124,7 +123,7 @@ class JoiningNode:
         # Looked up each time: the name may not be known yet, or mean another machine by now.
         address = await asyncio.to_thread(reachable_address, self._topology.address)
         connected, seals = await knock(address, self._topology.port, self._topology.secret, purpose)
-        return await Connection[Any].open(connected, seals, HEARTBEAT_TIMEOUT_S, kind)
+        return await Connection[Any].open(connected, seals, kind)
 
     async def _take_part(self, connection: Connection[ToNode]) -> Ending:
         """Do what node 0 says until the run is over. Raises `LostConnectionError` when it says nothing any more."""
