@@ -23,7 +23,7 @@ from ..shared.connection import proxy_for, tls_context
 from ..shared.excerpts import UNREADABLE
 from ..shared.failures import FailedReply, classify
 from ..shared.http import HttpEndpoint, Route
-from ..shared.launch import Assignment, LaunchedServer
+from ..shared.launch import LaunchedServer
 from ..shared.launch_settings import ProcessSettings
 from ..shared.remote import Server
 from .settings import LocalSettings, local_command
@@ -40,21 +40,10 @@ class LocalServer(Server):
     """
 
     def __init__(self, settings: LocalSettings, *, role: str, model: str, run_directory: Path) -> None:
-        name, where = settings.server_name(role), settings.where
-        is_elsewhere = isinstance(where, ProcessSettings) and where.is_elsewhere
-        assignment = Assignment(
-            role,
-            f"{role}.backend.launch" if is_elsewhere else f"{role}.backend",
-            name,
-            Path(model),
-            run_directory / "logs" / f"{name}.log",
-            reads=run_directory if settings.takes_weights(role) else None,
-            cores=settings.cores,
-            start_timeout_s=settings.start_timeout_s,
-        )
-        super().__init__(where, assignment, api.HEALTH)
+        section = f"{role}.backend" if settings.launch is None else f"{role}.backend.launch"
+        super().__init__(settings.where, settings.assignment(role, section, Path(model), run_directory), api.HEALTH)
         self._settings = settings
-        self.credentials = Credentials.of_environment() if isinstance(where, str) else Credentials.of_new_server()
+        self.credentials = Credentials.of_environment() if settings.is_attached else Credentials.of_new_server()
 
     def _launch(self, settings: ProcessSettings) -> LaunchedServer:
         command = functools.partial(local_command, settings=self._settings, credentials=self.credentials)

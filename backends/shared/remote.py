@@ -175,17 +175,7 @@ class RemoteServer(Server):
     ) -> None:
         self.settings = settings
         self.files: ModelFiles = read_model(role, model)
-        name = settings.server_name(role)
-        assignment = Assignment(
-            role,
-            f"{role}.backend.launch",
-            name,
-            self.files.directory,
-            run_directory / "logs" / f"{name}.log",
-            reads=settings.reads(role, run_directory),
-            cores=settings.cores,
-            start_timeout_s=settings.start_timeout_s,
-        )
+        assignment = settings.assignment(role, f"{role}.backend.launch", self.files.directory, run_directory)
         super().__init__(settings.where, assignment, kind.ready_path)
         self.account = settings.open_account(role) if settings.account is None else settings.account
         self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for

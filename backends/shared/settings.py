@@ -38,7 +38,7 @@ from .connection import (
     tls_context,
 )
 from .http import HttpEndpoint, ReadError, Route
-from .launch import check_installed
+from .launch import Assignment, check_installed
 from .launch_settings import LaunchSettings, ProcessSettings, check_together
 from .weight_transport import WeightSettings, check_reachable
 
@@ -159,6 +159,24 @@ class PlacedSettings(BackendSettings):
     def runs_here(self) -> bool:
         return super().runs_here and not (isinstance(self.where, ProcessSettings) and self.where.is_elsewhere)
 
+    def assignment(self, role: str, section: str, model: Path, run_directory: Path) -> Assignment:
+        """Return what the only server is started for, if it is. `section` is the key of what starts it."""
+        name = self.server_name(role)
+        return Assignment(
+            role,
+            section,
+            name,
+            model,
+            run_directory / "logs" / f"{name}.log",
+            reads=self.reads(role, run_directory),
+            cores=self.cores,
+            start_timeout_s=self.start_timeout_s,
+        )
+
+    def reads(self, role: str, run_directory: Path) -> Path | None:
+        """Return the directory that a server must see because its new weights are written there, if there is one."""
+        return run_directory if self.takes_weights(role) else None
+
     def check_machine(self, section: str) -> None:
         super().check_machine(section)
         for key, each in self._launches():
@@ -197,10 +215,6 @@ class AttachedSettings(EndpointSettings, PlacedSettings):
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
         )
-
-    def reads(self, role: str, run_directory: Path) -> Path | None:
-        """Return the directory that a server must see because its new weights are written there, if there is one."""
-        return None
 
 
 class StudentServerSettings(AttachedSettings):
@@ -281,4 +295,4 @@ class StudentServerSettings(AttachedSettings):
         return self.weights.transport == "adapter"
 
     def reads(self, role: str, run_directory: Path) -> Path | None:
-        return run_directory if self.takes_weights(role) and self.weights.transport != "distributed" else None
+        return super().reads(role, run_directory) if self.weights.transport != "distributed" else None
