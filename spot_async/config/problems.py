@@ -40,13 +40,12 @@ class ProblemSetConfig(Section):
     """A set of problems and how its rows are read. A plain value is short for `path`."""
 
     path: OneOrMore[str] = Field(
-        description="file (.jsonl, .json, .csv or .parquet, also .gz), id of a data set on the Hugging Face hub, or a "
-        "list of such"
+        description="file (.jsonl, .json, .csv or .parquet, also .gz), a data set of the Hugging Face hub (`org/name`, "
+        "`org/name@revision`), or a list of such"
     )
     layout: Layout = Field("auto", description="how a row becomes a problem; `auto` goes by its columns")
     subset: str | None = Field(None, description="which subset, for a data set on the hub that has several")
     split: str | None = Field(None, description="which split, for a data set on the hub that has several")
-    revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
     fields: dict[Part, str | None] = Field(
         {},
         description="columns that hold a problem's parts, if they are not those of the layout; `a.b` is b inside a. In "

@@ -56,12 +56,12 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
     suffix = Path(path.lower().removesuffix(".gz")).suffix
     read = _READERS.get(suffix)
     if read is None:
-        if file.exists() or path.count("/") != 1 or suffix:
+        if file.exists() or path.count("/") != 1 or Path(path.partition("@")[0]).suffix:
             raise DataError(about(key) + _unknown(path, suffix))
         for number, columns in enumerate(read_hub(path, settings, key), start=1):
             yield Row(f"{path}: row {number}", number, columns)
         return
-    if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
+    if stray := [name for name in ("subset", "split") if getattr(settings, name) is not None]:
         raise DataError(f"{setting(key, stray[0])}: {path} is a file; only data sets on the hub have one")
     refuse_pointer(file)
     try:
@@ -253,14 +253,15 @@ _READERS: dict[str, Callable[[str, BinaryIO], Iterator[Row]]] = {
 }
 
 
-def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the data set `name`. Raises DataError if it does not exist or cannot be reached."""
+def read_hub(path: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the data set `name@revision`. Raises DataError if it does not exist or cannot be reached."""
     import datasets  # slow to import
 
+    name, _, revision = path.partition("@")
     _require_answer(name, key)
     try:
         found = datasets.load_dataset(
-            name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
+            name, name=settings.subset, split=settings.split, revision=revision or None, trust_remote_code=False
         )
     except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
         raise DataError(
@@ -270,8 +271,8 @@ def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
         if len(found) > 1:
             raise DataError(f"{setting(key, 'split')}: required for {name}, one of: {', '.join(map(str, found))}")
         (found,) = found.values()
-    if datasets.config.HF_HUB_OFFLINE and settings.revision is not None:
-        _require_revision(found.cache_files, settings.revision, name, key)
+    if datasets.config.HF_HUB_OFFLINE and revision:
+        _require_revision(found.cache_files, revision, name, key)
     for columns in found:
         yield dict(columns)
 
@@ -281,7 +282,7 @@ def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: st
     cached = {Path(file["filename"]).parent.name for file in cache_files}  # folders are named after commits
     if cached != {revision}:
         raise DataError(
-            f"{setting(key, 'revision')}: {revision} of {name} is not the newest copy in the cache, which is of "
+            f"{setting(key, 'path')}: {revision} of {name} is not the newest copy in the cache, which is of "
             f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
         )
 

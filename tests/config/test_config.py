@@ -114,6 +114,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "verifier={kind: http, url: 'http://127.0.0.1:1', max_reply_bytes: 8}",
             "verifier.max_reply_bytes: unknown key; a judgement with its feedback has at most 64 KiB: take it out",
         ),
+        (
+            "data.train={path: a/b, revision: main}",
+            "data.train.revision: unknown key; here it is `data.train.path` (as org/name@revision)",
+        ),
         ("stages.verify.timeout_s=8", "unknown key; here it is `stages.timeout_s` (for all stages)"),
         ("stages.score.attempt_timeout_s=8", "unknown key; here it is `stages.attempt_timeout_s` (for all stages)"),
         ("stages.probe.attempts=8", "unknown key; here it is `stages.attempts` (for all stages)"),

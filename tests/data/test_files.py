@@ -166,10 +166,10 @@ def test_a_data_set_of_the_hub_is_read_with_its_subset_split_and_revision(monkey
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    chosen = ProblemSetConfig(path="owner/name", subset="main", split="train", revision="abc")
+    chosen = ProblemSetConfig(path="owner/name@v1.0", subset="main", split="train")
     assert len(load_problem_set(chosen, "data.train").problems) == 2
     assert asked[0][0] == ("owner/name",)
-    assert asked[0][1].items() >= {"name": "main", "split": "train", "revision": "abc"}.items()
+    assert asked[0][1].items() >= {"name": "main", "split": "train", "revision": "v1.0"}.items()
     assert len(load_problem_set(ProblemSetConfig(path="owner/name"), "data.train").problems) == 2  # its only split
 
 
@@ -182,10 +182,10 @@ def test_without_the_hub_no_other_revision_is_taken_for_the_one_that_was_asked_f
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"data\.train\.revision: abc of owner/name is not the newest copy in"):
-        read("owner/name", revision="abc")
+    with pytest.raises(DataError, match=r"data\.train\.path: abc of owner/name is not the newest copy in"):
+        read("owner/name@abc")
     (cached,) = {file.parent.name for file in (tmp_path / "cache").rglob("*.arrow")}
-    assert len(read("owner/name", revision=cached).problems) == 2
+    assert len(read(f"owner/name@{cached}").problems) == 2
     assert len(read("owner/name").problems) == 2
 
 
