@@ -13,17 +13,17 @@ from spot_async.base.files import read_json
 FORMAT = 1  # raised when the file can no longer be read as before
 ENOUGH = 0.95  # of the best throughput: below it, more in flight gave more
 
-# Why a ramp ended.
-Ending = Literal[
-    "flat",  # more in flight no longer gave more
-    "demand",  # the run never has more in flight
-    "instant",  # answers come so fast that no limit is needed
-    "time",  # --seconds were used up
-    "requests",  # --limit-requests were sent
-    "budget",  # a budget of money or tokens is spent
-    "throttled",  # the server asked to be left alone (429, 503)
-    "failed",  # requests failed for other reasons
-]
+Ending = Literal["flat", "demand", "instant", "time", "requests", "budget", "throttled", "failed"]
+ENDED: dict[Ending, str] = {  # why a ramp ended
+    "flat": "more in flight gave no more",
+    "demand": "the run never has more in flight",
+    "instant": "answers at once",
+    "time": "its time was used up",
+    "requests": "its requests were used up",
+    "budget": "its budget is spent",
+    "throttled": "the server asked to be left alone",
+    "failed": "requests failed",
+}
 
 
 class StageLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,9 +123,10 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     lacking += ["trainer.tokens_per_s"] if rates.trainer.tokens_per_s is None else []
     lacking += ["lengths.median"] if rates.lengths.median is None and not knows_lengths else []
     if lacking:
+        is_tuned = any(key.split(".")[0] in (*ROLES, "teachers") for key in lacking)
         raise ConfigError(
             f"{', '.join(lacking)}: not known: give --from RUN, a run of this configuration that has measured it, or "
-            f"state it, for example --rate {lacking[0]}=1000{_tuned(lacking)}"
+            f"state it, for example --rate {lacking[0]}=1000{'; spot-async tune measures servers' if is_tuned else ''}"
         )
     servers = {role: _whole(rates.of(role), number) for role, number in roles.items()}
     return rates.with_servers(servers)
@@ -187,8 +188,3 @@ def _whole(rates: ServerRates, configured: int) -> ServerRates:
             "tokens_per_s_each": rates.tokens_per_s_each or rates.tokens_per_s,
         }
     )
-
-
-def _tuned(lacking: list[str]) -> str:
-    servers = [key for key in lacking if key.split(".")[0] in (*ROLES, "teachers")]
-    return "; spot-async tune measures servers" if servers else ""

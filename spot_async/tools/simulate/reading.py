@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spot_async.base.files import lines_of, reading
 from spot_async.config import Config, model_sections
@@ -17,6 +18,7 @@ from spot_async.models.hub import is_same_model
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.services import stage_kind, stage_server
 from spot_async.telemetry.totals import Rows, total
+from spot_async.telemetry.trace import PUBLISHING
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
 from spot_async.tools.simulate.rates import Tree, by_section
@@ -30,6 +32,7 @@ class Slice(msgspec.Struct):
     """What rates need of a line of `trace.json`. Times are in microseconds."""
 
     name: str = ""
+    tid: int = 0
     ts: int = 0
     dur: int = 0
     args: dict[str, Any] = {}
@@ -58,11 +61,14 @@ def read_run(path: Path, config: Config) -> Recorded:
     rows = files.metrics()
     if not rows:
         raise DataError(f"--from {path}: no iteration has finished, so nothing was measured")
-    rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
-    slices = _slices(files.path / "trace.json")
-    prompts, requests = _traced_prompts(slices), _requests(slices)
+    slices = counted = _slices(files.path / "trace.json")
+    if len(rows) > 2:  # in the first iteration, servers and trainer warm up
+        rows = rows[1:]
+        ends = (number for number, each in enumerate(slices, 1) if each.name.startswith("iteration "))
+        counted = slices[next(ends, 0) :]
+    prompts, requests = _traced_prompts(slices), _requests(counted)
     brief: Counter[str] = Counter()  # requests of no time that have no slice
-    for each in slices:
+    for each in counted:
         brief.update(each.args.get("brief", {}))
     rates = _trainer(rows) | _stage_seconds(requests, brief)
     servers: Tree = {}
@@ -99,17 +105,24 @@ def _trainer(rows: Rows) -> Tree:
     }
 
 
-def _requests(slices: Iterable[Slice]) -> dict[str, list[Timed]]:
+def _requests(slices: Sequence[Slice]) -> dict[str, list[Timed]]:
     """Return the requests of each stage. Of those that were sent at the same time, the oldest prompt's is first.
 
     Where a trace does not name their tokens, they have none.
     """
     requests: dict[str, list[Timed]] = defaultdict(list)
+    times_s, stood_s = [0.0], [0.0]  # how long the student's servers had stood still, to load weights
+    for each in slices:
+        if (each.name, each.tid) == ("update weights", PUBLISHING):
+            times_s += [each.ts / 1e6, (each.ts + each.dur) / 1e6]
+            stood_s += [stood_s[-1], stood_s[-1] + each.dur / 1e6]
     done = [each for each in slices if stage_server(each.name) is not None and "outcome" not in each.args]
     for each in sorted(done, key=lambda each: (each.ts, each.args["prompt"], each.args.get("part", []))):
-        start_s, tokens = each.ts / 1e6, float(each.args.get("tokens", 0))
-        timed = Timed(str(each.args.get("server", "")), start_s, start_s + each.dur / 1e6, tokens)
-        requests[each.name].append(timed)
+        start_s, end_s = each.ts / 1e6, (each.ts + each.dur) / 1e6
+        if stage_server(each.name) == "student" and each.name != "candidates":  # whose mean has what they waited for
+            start_s, end_s = (at_s - float(np.interp(at_s, times_s, stood_s)) for at_s in (start_s, end_s))
+        tokens = float(each.args.get("tokens", 0))
+        requests[each.name].append(Timed(str(each.args.get("server", "")), start_s, end_s, tokens))
     return requests
 
 

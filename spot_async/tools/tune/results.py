@@ -19,21 +19,11 @@ from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Plot, Section, write_files
 from spot_async.tools.pages.series import Series, seconds, short_number
-from spot_async.tools.simulate.measured import Recommendation, Tuning
+from spot_async.tools.simulate.measured import ENDED, Recommendation, Tuning
 
 FIRST_LINE = "# Limits that spot-async tune measured"
 COLUMNS = 110
 HEADINGS = ("in flight", "req/s", "tokens/s", "p50", "p95", "answers", "failed")
-ENDED = {
-    "flat": "more in flight gave no more",
-    "demand": "the run never has more in flight",
-    "instant": "answers at once",
-    "time": "its time was used up",
-    "requests": "its requests were used up",
-    "budget": "its budget is spent",
-    "throttled": "the server asked to be left alone",
-    "failed": "requests failed",
-}
 
 
 def terminal_tables(tuning: Tuning) -> list[Table]:
