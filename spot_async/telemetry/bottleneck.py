@@ -331,5 +331,5 @@ GENERATION_ADVICE = {
 }
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def percent(share: float | None, decimals: int = 0) -> str:
+    return "–" if share is None else f"{100 * share:.{decimals}f} %"

@@ -37,6 +37,7 @@ from spot_async.loop.events import (
 )
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
+from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.outcome_slope import areas, outcome_metrics
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
@@ -199,7 +200,7 @@ class RunConsole:
         waits_for = describe_wait(self._phases["train"], training.stages)
         accuracy = self._accuracy
         if (count := len(self._accuracies)) > 1:
-            accuracy += f" · mean of {count} iterations {percent(sum(self._accuracies) / count)}"
+            accuracy += f" · mean of {count} iterations {percent(sum(self._accuracies) / count, 1)}"
         if training.is_strict:
             return Text(" · ".join([accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
         trained, served = training.trained.step, training.served.step
@@ -219,7 +220,7 @@ def lag_words(train: Mapping[str, float]) -> str:
 def domain_words(means: Mapping[str, float]) -> str:
     """Return the accuracy in each domain, and each of several teachers' entropy and pull; empty without either."""
     domains = of_each([means], "rollout", "accuracy")
-    said = [f"{domain} {percent(means[name])}" for domain, name in domains.items() if domain != "rollout"]
+    said = [f"{domain} {percent(means[name], 1)}" for domain, name in domains.items() if domain != "rollout"]
     for teacher, name in of_each([means], "teacher", "pull_nats").items():
         said.append(f"{teacher}: entropy {means[f'teacher/{teacher}/entropy_nats']:.2f}, pull {means[name]:+.2f}")
     return ", ".join(said)
@@ -238,7 +239,7 @@ def slope_words(outcomes: Mapping[str, float]) -> str:
 def masked_words(means: Mapping[str, float]) -> str:
     """Return which share of the positions the teacher masked; empty if none."""
     share = masked_share([means])
-    return f"masked {percent(share)}" if share else ""
+    return f"masked {percent(share, 1)}" if share else ""
 
 
 def no_step_words(result: IterationFinished) -> str:
@@ -306,8 +307,8 @@ def stage_table(training: TrainingView) -> Table:
 def accuracy_words(means: Mapping[str, float]) -> str:
     """Return whose responses are trained on (the student's or, in KD, the teacher's), and how many are correct."""
     if written := of_each([means], "teacher", "accuracy"):
-        return ", ".join(f"{teacher} accuracy {percent(means[name])}" for teacher, name in written.items())
-    return f"accuracy {percent(means.get('rollout/accuracy'))}"
+        return ", ".join(f"{teacher} accuracy {percent(means[name], 1)}" for teacher, name in written.items())
+    return f"accuracy {percent(means.get('rollout/accuracy'), 1)}"
 
 
 def evaluation_words(evaluation: Evaluated, iteration: int | None = None) -> str:
@@ -320,8 +321,4 @@ def evaluation_words(evaluation: Evaluated, iteration: int | None = None) -> str
         return ""
     n = figures.samples
     after = "" if evaluation.iteration == iteration else f" after iteration {evaluation.iteration}"
-    return f"held out{after}: Avg@{n} {percent(figures.avg.value)}, Pass@{n} {percent(figures.pass_at[n].value)}"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return f"held out{after}: Avg@{n} {percent(figures.avg.value, 1)}, Pass@{n} {percent(figures.pass_at[n].value, 1)}"

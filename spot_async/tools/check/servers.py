@@ -23,7 +23,7 @@ from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
 from spot_async.running.services import Companions, OpenServices, StartListener, open_services
-from spot_async.telemetry.console import percent
+from spot_async.telemetry.bottleneck import percent
 from spot_async.tools.check.view import show_warnings
 from spot_async.types import LogprobTemperature
 
@@ -189,7 +189,7 @@ def _behind(facts: ServerFacts) -> str:
 
 
 def _masked(facts: ServerFacts) -> str:
-    return _words(facts.rows, lambda rows: _words(rows.masked, percent), "scores nothing")
+    return _words(facts.rows, lambda rows: _words(rows.masked, lambda share: percent(share, 1)), "scores nothing")
 
 
 def _rows(facts: ServerFacts) -> str:
