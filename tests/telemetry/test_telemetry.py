@@ -320,10 +320,7 @@ def test_the_metrics_port_has_the_runs_report_which_is_made_again_only_after_a_w
         assert "iterations: 1 of 4" in page()
         assert "spot_async_iterations_total" in scrape(port)
     (tmp_path / "none").mkdir()
-    with (
-        open_sinks(config(prometheus_port=port), tmp_path / "none", report=REPORT),
-        pytest.raises(urllib.error.HTTPError) as refused,
-    ):
+    with open_sinks(config(prometheus_port=port), tmp_path / "none"), pytest.raises(urllib.error.HTTPError) as refused:
         page()
     assert (refused.value.code, b"there is no report yet" in refused.value.read()) == (503, True)
 

@@ -20,18 +20,10 @@ from spot_async.base.text import visible
 from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
-from spot_async.tools.inspect import command
+from spot_async.tools.inspect import command, view
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
-from spot_async.tools.inspect.view import (
-    PolicySettings,
-    colourings,
-    probability,
-    sample_page,
-    samples_page,
-    shortened,
-    verdict_text,
-)
+from spot_async.tools.inspect.view import PolicySettings, colourings, probability, sample_page, shortened, verdict_text
 
 EXAMPLE_STUDENT = Path(__file__).parents[2] / "examples/running_sum/student"
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"
@@ -450,7 +442,7 @@ def test_a_browser_lists_all_samples_and_runs_the_pages_own_script_alone(tmp_pat
     samples[0]["problem_id"] = "</script><script>document.title='owned'</script>"
     files = make_run(tmp_path / "run", samples)
     page = tmp_path / "page.html"
-    page.write_text(samples_page("run", files.samples.read(), [1], "iteration 2"), encoding="utf-8")
+    page.write_text(view.samples_page("run", files.samples.read(), [1], "iteration 2"), encoding="utf-8")
     shown = shown_by_a_browser(page, tmp_path / "profile")
     assert "<title>Samples of run</title>" in shown
     assert "2 of 2 samples" in shown
