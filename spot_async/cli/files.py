@@ -146,7 +146,7 @@ def compare_runs(
     seed: Annotated[int, typer.Option(min=0, help="of the bootstrap")] = 0,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the intervals")] = 0.95,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX and CSV")
     ] = None,
     html: PagePath = None,
 ) -> None:
