@@ -117,6 +117,8 @@ async def open_services(
     cores = core_shares(served) if beside.cores is None else beside.cores
     if cluster is None:
         cluster = ClusterConfig() if run is None else run[0].cluster
+    if cluster.kind == "ray":
+        listener.step("waiting for places on Ray")
     async with placed(served, cluster, directory) as there:
         turns = Turns(starting_order(there.served)) if beside.turns is None else beside.turns
         time_sharing = GpuTimeSharing()

@@ -158,6 +158,8 @@ class TrainingRun:
         """Start the servers and the trainer, train, and stop them again."""
         try:
             cluster, path = self._config.cluster, self._directory.path
+            if cluster.kind == "ray":
+                self._events.publish(StepBegan("waiting for places on Ray"))
             async with (
                 alongside(self._watchdog.watch),
                 placed(self._plan.served, cluster, path, cluster.placed_nodes) as places,
