@@ -222,8 +222,9 @@ async def test_log_probabilities_above_0_are_refused_whatever_was_asked_for(conn
     async with connect() as asks:
         for ask in asks.values():
             await ask(0.0)
-            with pytest.raises(PoisonedReplyError, match=r"values above 0|not a number|exceed 1 together"):
+            with pytest.raises(PoisonedReplyError, match=r"values above 0|not a number|exceed 1 together") as caught:
                 await ask(50.0)
+            assert caught.value.exchange is not None  # what the dead letter has of it
 
 
 async def test_a_score_that_was_given_up_may_be_asked_for_again_and_one_without_end_is_poisoned(
