@@ -51,7 +51,7 @@ from .dialect import (
     request_size,
     user_message,
 )
-from .discovery import discover
+from .openai_discovery import discover
 from .replies import (
     ChatReply,
     Completion,

@@ -48,7 +48,11 @@ from ..shared.request_limits import RequestLimits, prefixes
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
-from .discovery import (
+from .generation import generate_below
+from .process import PACKAGE, sglang_command
+from .replies import Scores, TopK, read_scores
+from .requests import SglangRequests, neutral
+from .sglang_discovery import (
     PLAIN_TEXT,
     SAYINGS,
     asked_as_sglang,
@@ -58,10 +62,6 @@ from .discovery import (
     check_vocabulary,
     server_info,
 )
-from .generation import generate_below
-from .process import PACKAGE, sglang_command
-from .replies import Scores, TopK, read_scores
-from .requests import SglangRequests, neutral
 from .weights import ModelInfo, ServerInfo, SglangLora, SglangWeights
 
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused

@@ -22,8 +22,8 @@ from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits, logit_bias
-from .discovery import check_end
 from .replies import NextToken, read_generation, read_next_token
+from .sglang_discovery import check_end
 from .weights import GENERATE, ModelInfo, ServerInfo
 
 ABORT = "/abort_request"

@@ -48,10 +48,10 @@ from .client import (
     chosen_singly,
     read_error,
 )
-from .discovery import SAYINGS, Found, discover
 from .lora import VllmLora, check_flags
 from .process import PACKAGE, Uses, vllm_command
 from .transfer import make_updater, transfer_config
+from .vllm_discovery import SAYINGS, Found, discover
 
 LAUNCHED_MAX_LOGPROBS = 64
 

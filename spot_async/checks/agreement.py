@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from spot_async.base.tasks import gather_answers
-from spot_async.checks import discovery
-from spot_async.checks.discovery import Asked
+from spot_async.checks import questions
+from spot_async.checks.questions import Asked
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.precision import noise_nats, precision
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
@@ -86,14 +86,14 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
         return
     try:
         read = await gather_answers(
-            discovery.readings(each, asked, score_top_k=score_top_k, generation_top_k=generation_top_k)
+            questions.readings(each, asked, score_top_k=score_top_k, generation_top_k=generation_top_k)
             for each in servers.values()
         )
     except RequestError as error:
         found.refusals.append(f"{role}.backend: its servers could not be compared: {error}")
         return
     pairs = {  # each with those before it
-        (name, before): discovery.in_common(earlier, later)
+        (name, before): questions.in_common(earlier, later)
         for (before, earlier), (name, later) in combinations(zip(servers, read, strict=True), 2)
     }
     if any(not one.size for one, _ in pairs.values()):

@@ -17,11 +17,11 @@ import msgspec
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.base.tasks import gather, gather_answers, in_thread
-from spot_async.checks import discovery
+from spot_async.checks import questions
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, of_student, sums_ends
-from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan, plan_warnings
+from spot_async.checks.questions import Asked
 from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Probe, ServerDiagnosis, role_model
 from spot_async.checks.server_facts import ServerFacts
 from spot_async.config import Config, ModelConfig, teacher_name
@@ -128,7 +128,7 @@ async def _measure_noise(
     speaks = isinstance(first, Generator) and together.generation and together.max_generation_top_k > 0
     top_k = min(TOP_K, together.max_top_k, together.max_generation_top_k if speaks else TOP_K)
     try:
-        differences = await discovery.recomputed(
+        differences = await questions.recomputed(
             list(servers.values()), asked, top_k=top_k, max_tokens=RESPONSE_TOKENS, speaks=speaks
         )
     except RequestError as error:
@@ -194,4 +194,4 @@ async def _asked(
     )
     if not said.generation:
         return asked
-    return replace(asked, responses=await discovery.responses(student, asked, RESPONSE_TOKENS))
+    return replace(asked, responses=await questions.responses(student, asked, RESPONSE_TOKENS))

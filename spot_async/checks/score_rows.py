@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from spot_async.checks.discovery import Asked
+from spot_async.checks.questions import Asked
 from spot_async.errors import PermanentError
 from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Scorer

@@ -1,4 +1,4 @@
-"""Finds out what one server of a run does, and what of it is unsafe. `discovery.py` knows how to ask.
+"""Finds out what one server of a run does, and what of it is unsafe. `questions.py` knows how to ask.
 
 `_probes` is the list of what is asked. The answers are `ServerFacts`, and the lines that are written here follow from
 them.
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, no_room
-from spot_async.checks import discovery
+from spot_async.checks import questions
 from spot_async.checks.agreement import TOP_K
 from spot_async.checks.capabilities import context_needed
-from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.plan_inputs import chat_template
+from spot_async.checks.questions import Asked
 from spot_async.checks.score_rows import MOST_MASKED, RowFindings, check_score_rows
 from spot_async.checks.server_facts import Disagreement, ServerFacts, known
 from spot_async.config import Config, ModelConfig, backend_section, teacher_name
@@ -110,34 +110,34 @@ class ServerDiagnosis:
             yield Probe("behind", "which servers answer at its url", self._servers_behind(backend), decides=True)
         if self.facts.scores:
             top_k = min(TOP_K, said.max_top_k) if said.every_position else self._run_top_k
-            yield Probe("noise", "scores again", discovery.score_noise(backend, asked, top_k))
+            yield Probe("noise", "scores again", questions.score_noise(backend, asked, top_k))
             what = "scores of two texts that differ in a token"
             yield Probe("rows", what, self._rows(), decides=self._scores_are_used)
             if self._is_teacher and asked.teacher_prompts:
-                asking = discovery.explained(backend, asked, asked.teacher_prompts)
+                asking = questions.explained(backend, asked, asked.teacher_prompts)
                 yield Probe("own_prompts", "responses behind its own prompts", asking)
-                asking = discovery.explained(backend, asked, asked.prompts)
+                asking = questions.explained(backend, asked, asked.prompts)
                 yield Probe("students_prompts", "responses behind the student's prompts", asking)
-            temperature = discovery.score_temperature(backend, asked, self._noise_nats)
+            temperature = questions.score_temperature(backend, asked, self._noise_nats)
             yield Probe("score_temperature_probed", "scores at two temperatures", temperature)
         if not (self.facts.samples and said.sampled_token_ids):
             return
         top_k = min(TOP_K, said.max_generation_top_k)
         if top_k:
             if known(self.facts.noise) is None:
-                yield Probe("noise", "samples again", discovery.generation_noise(backend, asked, top_k))
-            counting = discovery.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
+                yield Probe("noise", "samples again", questions.generation_noise(backend, asked, top_k))
+            counting = questions.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
             yield Probe("truncation_p_value", "samples to count", counting, decides=self.role == "student")
-            temperature = discovery.generation_temperature(backend, asked, self._noise_nats)
+            temperature = questions.generation_temperature(backend, asked, self._noise_nats)
             yield Probe("generation_temperature_probed", "samples at two temperatures", temperature)
-        yield Probe("seeds_probed", "a seed twice", discovery.honours_seeds(backend, asked, RESPONSE_TOKENS))
+        yield Probe("seeds_probed", "a seed twice", questions.honours_seeds(backend, asked, RESPONSE_TOKENS))
         if self.facts.scores:
             yield Probe("disagreement", "its own samples", self._disagreement(min(top_k, said.max_top_k)))
 
     def time(self) -> Iterator[Probe]:
         """Yield what is timed, for which a server must have the machine to itself."""
         if self.facts.scores or self.facts.samples:
-            asking = discovery.round_trip_s(self.backend, self.asked, scores=self.facts.scores)
+            asking = questions.round_trip_s(self.backend, self.asked, scores=self.facts.scores)
             yield Probe("round_trip_s", "small requests", asking)
 
     async def _servers_behind(self, backend: SharedAddress) -> BehindUrl | UnsetType:
@@ -164,7 +164,7 @@ class ServerDiagnosis:
         """
         served = precision(self.said.dtype)
         noise = max(NOISE_MARGIN * self._noise_nats, self._stated_noise_nats or 0.0)
-        spoken, scored = await discovery.spoken_and_scored(
+        spoken, scored = await questions.spoken_and_scored(
             self.backend,
             self.backend,
             self.asked,
@@ -172,7 +172,7 @@ class ServerDiagnosis:
             # In 16 bits a few tokens tell little, since most are sure.
             top_k=0 if served is FLOAT32 else beside,
         )
-        likeliest = discovery.in_common([scored[:, 1:]], [spoken[:, 1:]])
+        likeliest = questions.in_common([scored[:, 1:]], [spoken[:, 1:]])
         fault = served.fault(scored[:, 0], spoken[:, 0], noise_nats=noise) or served.fault(*likeliest, noise_nats=noise)
         nats = served.judged_nats(spoken[:, 0] - scored[:, 0]) if spoken.size else None
         return Disagreement(nats, max(served.largest_nats, noise), fault)

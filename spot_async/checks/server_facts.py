@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from spot_async.checks.discovery import Explained, Noise
+from spot_async.checks.questions import Explained, Noise
 from spot_async.checks.score_rows import RowFindings
 from spot_async.types import BehindUrl, Capabilities, LogprobTemperature
 

@@ -28,14 +28,14 @@ def inspect_run(
     A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise. With --html and
     no SAMPLE, PATH is a page of all samples, to search and sort, and beside it are the pages of those that are listed.
     """
-    from spot_async.tools.inspect import command as commands
+    from spot_async.tools.inspect import inspect_command
 
     if sample is not None and (iteration is not None or verdict is not None):
         raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
     if sample is None:
-        commands.list_samples(screen, run, iteration, verdict, html)
+        inspect_command.list_samples(screen, run, iteration, verdict, html)
     else:
-        commands.show_sample(screen, run, sample, html)
+        inspect_command.show_sample(screen, run, sample, html)
 
 
 def verify_run(run: RunPath) -> None:
@@ -64,12 +64,12 @@ def report(
 
     It goes to RUN/report.html unless --html says otherwise. With --watch the page also loads itself again.
     """
-    from spot_async.tools.inspect import command as commands
+    from spot_async.tools.inspect import inspect_command
     from spot_async.tools.simulate.measured import read_tuning
     from spot_async.tools.tune.results import tuning_section
 
     more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
-    commands.write_report(screen, run, html, more, watch)
+    inspect_command.write_report(screen, run, html, more, watch)
 
 
 def simulate(
@@ -95,10 +95,10 @@ def simulate(
     The run's own program is run on virtual time, over servers and a trainer that work at the rates of a run, of `tune`,
     or at those that you state. Nothing is started.
     """
-    from spot_async.tools.simulate import command
+    from spot_async.tools.simulate import simulate_command
 
-    options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, json)
-    command.run(screen, config, load_config(config, overrides or ()), options)
+    options = simulate_command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, json)
+    simulate_command.run(screen, config, load_config(config, overrides or ()), options)
 
 
 def push(
@@ -154,7 +154,7 @@ def compare_runs(
 
     Nothing is asked of any server. Exit code 2 when the evaluations cannot be paired.
     """
-    from spot_async.tools.compare import command
+    from spot_async.tools.compare import compare_command
 
-    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output, html)
-    command.run(screen, runs, options)
+    options = compare_command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output, html)
+    compare_command.run(screen, runs, options)

@@ -74,7 +74,7 @@ def train(
     """
     from spot_async.checks.machine import Machine, check_room, without_gpu, without_weights
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
-    from spot_async.tools.check import command
+    from spot_async.tools.check import check_command
     from spot_async.tools.check.view import show_endpoints, show_memory, show_warnings
 
     check_brief(brief, dry_run)
@@ -103,11 +103,11 @@ def train(
         raise DataError(unloadable)
     check_room(path, settings, plan)
     nodes = 1 if node is None else node[0].nodes
-    found = command.check_files(settings, plan, path, earlier, nodes=nodes)
+    found = check_command.check_files(settings, plan, path, earlier, nodes=nodes)
     if dry_run:
         if not brief:
-            command.show_configuration(screen, settings)
-        command.show_run(screen, settings, plan, path, found)
+            check_command.show_configuration(screen, settings)
+        check_command.show_run(screen, settings, plan, path, found)
         if node is not None:
             screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
         return

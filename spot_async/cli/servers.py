@@ -77,12 +77,12 @@ def check(
     Exit code 1 when the run would be unsafe, a server fails, or an answer in FILE is not right by its own verifier; 2
     when something is wrong with the configuration or cannot be read.
     """
-    from spot_async.tools.check import command
+    from spot_async.tools.check import check_command
 
     if not target.endswith((".yaml", ".yml")):
         if no_servers or earlier or slope or json or directory:
             raise ConfigError("--no-servers, --from, --slope, --json and --directory are for a run's YAML file")
-        is_verifiable = command.show_file(screen, target, settings or (), against or (), verifier, model)
+        is_verifiable = check_command.show_file(screen, target, settings or (), against or (), verifier, model)
         if not is_verifiable:
             raise typer.Exit(1)
         return
@@ -100,10 +100,10 @@ def check(
     if slope:
         check_slope(config, plan)
     path = RunDirectory.choose_path(config, name_of(Path(target)))
-    found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
+    found = check_command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
     if not json:
-        command.show_run(screen, config, plan, path, found, against or ())
-    of_servers, failure = command.ServersCheck(), None
+        check_command.show_run(screen, config, plan, path, found, against or ())
+    of_servers, failure = check_command.ServersCheck(), None
     if not no_servers:
         try:
             with working_directory(directory) as place:
@@ -112,7 +112,7 @@ def check(
             failure = root_cause(error)
     diagnosis = of_servers.diagnosis
     if json and (failure is None or diagnosis is not None):
-        command.print_json(screen, found, of_servers)
+        check_command.print_json(screen, found, of_servers)
     if failure is not None:
         fail(failure, code=1)
     check_room(path, config, plan)
@@ -156,8 +156,8 @@ def tune(
     """
     from spot_async.checks.plan import plan_training
     from spot_async.tools.tune.choice import check_run
-    from spot_async.tools.tune.command import TuneOptions, check_options
     from spot_async.tools.tune.results import check_output
+    from spot_async.tools.tune.tune_command import TuneOptions, check_options
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
     options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
@@ -169,7 +169,7 @@ def tune(
     settings = downloaded(settings)
     plan = plan_training(settings)
 
-    from spot_async.tools.tune import command
+    from spot_async.tools.tune import tune_command
 
     with working_directory(directory) as path:
-        command.run(screen, settings, plan, path, options)
+        tune_command.run(screen, settings, plan, path, options)

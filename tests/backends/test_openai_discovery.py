@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from spot_async.backends.openai.dialect import PLAIN_TEXT, Dialect, question, read_error
-from spot_async.backends.openai.discovery import discover
+from spot_async.backends.openai.openai_discovery import discover
 from spot_async.backends.shared.excerpts import UNREADABLE
 from spot_async.backends.shared.failures import Access, FailedReply, classify
 from spot_async.checks.capabilities import check_capabilities

@@ -19,7 +19,7 @@ from deadlines import passed_once, soon
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import NEUTRAL
 from spot_async.base.retry import QUESTION_TIMEOUT_S
-from spot_async.checks.discovery import Asked, honours_seeds
+from spot_async.checks.questions import Asked, honours_seeds
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.models.files import read_model
 from spot_async.types import SamplingSettings

@@ -30,9 +30,9 @@ from sglang_stand_in import (
 )
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.backends.sglang.discovery import check_exact, check_ready, check_vocabulary
 from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.sglang.requests import NEUTRAL, neutral
+from spot_async.backends.sglang.sglang_discovery import check_exact, check_ready, check_vocabulary
 from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
 from spot_async.backends.shared import request_limits
 from spot_async.backends.shared.launch import Doorway

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spot_async.checks.agreement import agreement
-from spot_async.checks.discovery import Asked
+from spot_async.checks.questions import Asked
 from spot_async.errors import TransientError
 from spot_async.testing.services import capabilities, token_scores
 from spot_async.types import ScoreRequest, TokenScores, WeightVersion

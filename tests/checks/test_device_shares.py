@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.sglang.discovery import check_cache
 from spot_async.backends.sglang.process import sglang_command
+from spot_async.backends.sglang.sglang_discovery import check_cache
 from spot_async.backends.sglang.weights import ServerInfo
 from spot_async.backends.shared.launch import Doorway
 from spot_async.backends.shared.launch_settings import LaunchSettings

@@ -11,7 +11,7 @@ import pytest
 from spot_async.backends.shared.remote import Server
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, QUESTION_TIMEOUT_S
 from spot_async.checks import diagnosis
-from spot_async.checks.discovery import Asked
+from spot_async.checks.questions import Asked
 from spot_async.config.schema import StagesConfig
 from spot_async.errors import DeadlineExceededError, FailureClass, ThrottledError
 from spot_async.testing.virtual_time import run_on_virtual_time

@@ -17,7 +17,7 @@ from spot_async.backends.openai.replies import Completion, echoed_rows, token_sc
 from spot_async.backends.openai.text_alignment import align, as_text
 from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.shared.token_texts import TokenTexts
-from spot_async.checks.discovery import Asked
+from spot_async.checks.questions import Asked
 from spot_async.checks.score_rows import RIGHT, RowFindings, check_score_rows, order_words, row_offset
 from spot_async.testing.services import whole_scores
 from spot_async.types import Float64Array, ScoreRequest, TokenScores

@@ -19,7 +19,7 @@ from spot_async.checks.resuming import check_same_numbers, check_same_prompts, d
 from spot_async.config.loading import config_from, dump_yaml, load_config, parse_yaml
 from spot_async.data.prompts import PromptSchedule
 from spot_async.errors import ConfigError, DataError
-from spot_async.tools.check.command import check_files, show_run
+from spot_async.tools.check.check_command import check_files, show_run
 from spot_async.types import Problem, PromptSource
 
 ROOT = Path(__file__).parents[2]

@@ -244,7 +244,7 @@ for model in models:
     given = [f"student.model={model}", f"teacher.model={model}", *few]
     plan_training(load_config(Path("configs/quickstart.yaml"), given))
     look(model)
-with mock.patch("spot_async.tools.tune.command.run"):  # asks servers, which are processes of their own
+with mock.patch("spot_async.tools.tune.tune_command.run"):  # asks servers, which are processes of their own
     for words in commands:
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, (words, done.output)

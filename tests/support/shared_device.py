@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from replica_incidents import Server
 
-from spot_async.backends.sglang.discovery import check_cache
+from spot_async.backends.sglang.sglang_discovery import check_cache
 from spot_async.backends.sglang.weights import ServerInfo
 from spot_async.errors import Exchange, ProcessDiedError, TransientError
 

@@ -18,7 +18,7 @@ from run_files import make_run, metrics_row, spot_sample
 from spot_async.tools.compare.page import comparison_page
 from spot_async.tools.compare.reading import paired, read_evaluated
 from spot_async.tools.compare.statistics import compare
-from spot_async.tools.inspect.command import show_sample
+from spot_async.tools.inspect.inspect_command import show_sample
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.view import samples_page
 

@@ -20,7 +20,7 @@ from spot_async.base.text import visible
 from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
-from spot_async.tools.inspect import command, view
+from spot_async.tools.inspect import inspect_command, view
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
 from spot_async.tools.inspect.view import PolicySettings, colourings, probability, sample_page, shortened, verdict_text
@@ -408,7 +408,7 @@ def links(page):
 
 
 def test_a_report_leads_to_the_samples_of_the_iterations_that_have_some(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "MOST_PAGES", 2)
+    monkeypatch.setattr(inspect_command, "MOST_PAGES", 2)
     run = tmp_path / "run"
     make_run(run, [spot_sample(i) for i in (2, 2, 4)], [metrics_row(i) for i in (1, 2, 3, 4)])
     done = CliRunner().invoke(app, ["report", str(run)])
@@ -420,7 +420,7 @@ def test_a_report_leads_to_the_samples_of_the_iterations_that_have_some(tmp_path
 
 
 def test_of_long_responses_fewer_have_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "MOST_TOKENS", 6)
+    monkeypatch.setattr(inspect_command, "MOST_TOKENS", 6)
     make_run(tmp_path / "run", [spot_sample() for _ in range(3)], [metrics_row(1)])
     assert "2 pages of 3 samples" in CliRunner().invoke(app, ["report", str(tmp_path / "run")]).output
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from run_files import make_run, metrics_row, spot_sample
 
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.tools.inspect.command import show_sample, write_report
+from spot_async.tools.inspect.inspect_command import show_sample, write_report
 from spot_async.tools.inspect.view import samples_page
 
 pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

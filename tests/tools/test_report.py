@@ -21,8 +21,8 @@ from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.totals import limit_use, run_times, stage_slots
-from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
+from spot_async.tools.inspect.inspect_command import write_report
 from spot_async.tools.inspect.report import length_histogram, read_report, report_page
 from spot_async.tools.inspect.troubles import troubles_at
 

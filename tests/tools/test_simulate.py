@@ -34,13 +34,13 @@ from spot_async.testing.services import Latency, SimulatedTeacher
 from spot_async.testing.simulation import make_policy as make_simulated_policy
 from spot_async.testing.simulation import make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Asked, LogNormal, Workload
 from spot_async.tools.simulate.measured import Level, Ramp, StageLoad, Tuning
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, cluster_rates
 from spot_async.tools.simulate.reading import read_run
 from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
+from spot_async.tools.simulate.simulate_command import SimulateOptions, gathered
 from spot_async.tools.simulate.simulation import Outcome, simulate, sufficient
 from spot_async.tools.simulate.view import binding, own_words, staleness_words
 from spot_async.tools.tune.choice import check_run, choose

@@ -28,17 +28,17 @@ from spot_async.testing.simulation import make_policy, simulated_prompts, simula
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, StageLoad, Tuning, read_tuning
-from spot_async.tools.tune import command
+from spot_async.tools.tune import tune_command
 from spot_async.tools.tune.choice import choose
-from spot_async.tools.tune.command import (
+from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
+from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
+from spot_async.tools.tune.results import as_yaml, check_output, tuning_section
+from spot_async.tools.tune.tune_command import (
     TuneOptions,
     announcement,
     check_options,
     most_in_flight,
 )
-from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
-from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
-from spot_async.tools.tune.results import as_yaml, check_output, tuning_section
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -369,7 +369,7 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
 
 def test_what_was_measured_is_kept_of_a_run_that_cannot_be_simulated(tmp_path):
     found = tuning(recommendations=[])
-    choice = command.chosen(config_from(RUN), PolicyNeeds(), found, [], tmp_path / "no run")
+    choice = tune_command.chosen(config_from(RUN), PolicyNeeds(), found, [], tmp_path / "no run")
     assert (choice.ramps, choice.recommendations) == (found.ramps, [])
     assert "the run cannot be simulated, so its limits stay as configured: " in choice.warnings[0]
 

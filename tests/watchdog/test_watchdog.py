@@ -14,8 +14,8 @@ from only_teacher import only
 from problem_files import FEW
 
 from spot_async.base.tasks import alongside, root_cause
-from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import plan_training
+from spot_async.checks.questions import Asked
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, StalledError, ThrottledError
 from spot_async.loop.events import ResponseJudged, StepBegan

@@ -28,7 +28,7 @@ from spot_async.tools.compare.reading import (
     same_measurements,
 )
 from spot_async.tools.compare.statistics import Comparison, PassCurves, compare, pass_curves
-from spot_async.tools.inspect.command import write_linked
+from spot_async.tools.inspect.inspect_command import write_linked
 from spot_async.tools.inspect.report import read_report
 from spot_async.tools.pages.page import Links, address, folder_of, is_plain, write_page
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spot_async.checks.discovery import Asked, recomputed, round_trip_s, score_noise, score_temperature
+from spot_async.checks.questions import Asked, recomputed, round_trip_s, score_noise, score_temperature
 from spot_async.testing import run_on_virtual_time
 from spot_async.testing.services import token_scores
 from spot_async.types import ScoreRequest, TokenScores
