@@ -323,7 +323,7 @@ def soft_targets() -> Callable[..., SoftTargets]:
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
     """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
     positions that the teacher could not be asked about, divergences of several kinds, pulls beside a reward, baselines
-    beside other targets."""
+    beside other targets, a bonus for the entropy, also where there is no policy term."""
     jsd = Divergence(forward=0.3, reverse=0.7, forward_skew=0.3, reverse_skew=0.7)
 
     def make() -> list[Supervision]:
@@ -331,7 +331,9 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
         return [
             supervision(0, 12, soft_targets([7, 2, 11], 4)),
             supervision(1, 1, soft_targets([0], 4)),
-            supervision(2, 30, policy_mask=np.arange(30) % 3 > 0),
+            supervision(
+                2, 30, policy_mask=np.arange(30) % 3 > 0, entropy_bonus=np.linspace(-0.2, 0.4, 30, dtype=np.float32)
+            ),
             supervision(3, 5, soft_targets([], 4)),
             supervision(4, 9, soft_targets([0, 3], 16), soft_targets([8, 0], 4, baseline=0.8)),
             supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
@@ -438,6 +440,9 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                 if training.reference_kl:
                     log_ratio = (float(sample.reference_logprobs[t]) - logprob).clamp(-20, 20)
                     token_loss = token_loss + training.reference_kl * (log_ratio.exp() - 1 - log_ratio).clamp(max=10)
+                if sample.entropy_bonus is not None:
+                    row = logits[len(prompt) + t - 1].log_softmax(-1)
+                    token_loss = token_loss + float(sample.entropy_bonus[t]) * (row.exp() * row).sum()
                 token_losses.append(token_loss)
             trajectory_loss = sum(token_losses) / len(response)
             for target in sample.soft_targets:

@@ -70,7 +70,7 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
     _require(len(each.prompt_ids) > 0 and tokens[0] > 0, "prompt or response is empty")
     _check_ids("prompt_ids", each.prompt_ids, (len(each.prompt_ids),), vocab_size)
     _check_ids("response_ids", each.response_ids, tokens, vocab_size)
-    for name in ("behavior_logprobs", "reference_logprobs", "advantages"):
+    for name in ("behavior_logprobs", "reference_logprobs", "advantages", "entropy_bonus"):
         values = getattr(each, name)
         if values is not None:
             _check_array(name, values, tokens, "f")
@@ -99,8 +99,9 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
         values = getattr(each, name)
         if values is not None:
             _check_logprobs(name, values)
-    if each.advantages is not None:
-        _check_finite("advantages", each.advantages)
+    for name in ("advantages", "entropy_bonus"):
+        if (values := getattr(each, name)) is not None:
+            _check_finite(name, values)
     for pull in each.pulls:
         _check_pull(pull)
     _check_versions(each, live, max_staleness)

@@ -166,6 +166,8 @@ class LossTerms:
     policy: Tensor  # (B, T)
     reference_kl: Tensor | None = None  # (B, T), multiplied by `reference_coefficient`; None: there is no such term
     reference_coefficient: float
+    entropy: Tensor | None = None  # (B, T) the student's; None: no bonus is for it
+    entropy_bonus: Tensor | None = None  # (B, T)
     branch: Tensor  # (N,) losses of soft targets
     branch_weights: Tensor  # (N,) factor of each in its trajectory's loss, e.g. beta / max(1, |B+|)
     branch_rows: Tensor  # (N,) int64: the trajectory (a row of the mask) of each
@@ -178,6 +180,7 @@ class LossParts(NamedTuple):
     policy: Tensor
     branch: Tensor
     reference: Tensor  # coefficient included
+    entropy: Tensor  # bonuses included
 
 
 def minibatch_share(
@@ -185,10 +188,10 @@ def minibatch_share(
 ) -> LossParts:
     """Return what a micro-batch contributes to its mini-batch's loss.
 
-    A trajectory's loss is `mean_t (policy + coefficient * kl) + sum_n weight * soft-target loss`. `sequence_mean` gives
-    all trajectories the same weight (the paper). `token_mean` weights them by length (verl), so that every token of the
-    mini-batch counts the same. Both denominators are those of the whole mini-batch over all ranks. So the shares of
-    all micro-batches and ranks sum to the mini-batch's loss.
+    A trajectory's loss is `mean_t (policy + coefficient * kl - bonus * entropy) + sum_n weight * soft-target loss`.
+    `sequence_mean` gives all trajectories the same weight (the paper). `token_mean` weights them by length (verl), so
+    that every token of the mini-batch counts the same. Both denominators are those of the whole mini-batch over all
+    ranks. So the shares of all micro-batches and ranks sum to the mini-batch's loss.
     """
     lengths = terms.mask.sum(dim=1).double()  # (B,)
     if aggregation == "sequence_mean":
@@ -200,9 +203,13 @@ def minibatch_share(
     def over_tokens(losses: Tensor) -> Tensor:
         return (token_weights.to(losses.dtype) * losses).sum()
 
-    policy, reference = over_tokens(terms.policy), lengths.new_zeros((), dtype=torch.float32)
+    policy = over_tokens(terms.policy)
+    reference = entropy = lengths.new_zeros((), dtype=torch.float32)
     if terms.reference_kl is not None:
         reference = terms.reference_coefficient * over_tokens(terms.reference_kl)
+    if terms.entropy is not None and terms.entropy_bonus is not None:
+        entropy = -over_tokens(terms.entropy_bonus * terms.entropy)
     branch_weights = trajectory_weights[terms.branch_rows] * terms.branch_weights
     branch = (branch_weights.to(terms.branch.dtype) * terms.branch).sum()
-    return LossParts(policy + branch + reference, policy.detach(), branch.detach(), reference.detach())
+    total = policy + branch + reference + entropy
+    return LossParts(total, policy.detach(), branch.detach(), reference.detach(), entropy.detach())

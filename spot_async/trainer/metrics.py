@@ -28,6 +28,7 @@ _SUMS = (
     "loss_policy",
     "loss_branch",
     "loss_reference",
+    "loss_entropy",
     "trajectories",
     "tokens",
     "branch_positions",
@@ -165,6 +166,8 @@ class Tally:
             found["effective_sample_share"] = sums["sampling_weight"] ** 2 / squares
         if updates := len(grad_norms):
             found |= {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
+            if sums["loss_entropy"]:
+                found["loss_entropy"] = sums["loss_entropy"] / updates
             found["grad_norm"] = sum(grad_norms) / updates
             found["branch_positions_per_trajectory"] = sums["branch_positions"] / sums["trajectories"]
         counts = {name: sums[name] for name in ("branch_positions", "trajectories", "tokens")}

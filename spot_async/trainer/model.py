@@ -71,9 +71,12 @@ class ResponseLogprobs(nn.Module):
         self.student = student
         self._temperature = temperature
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return full-vocabulary log-probabilities in float32: of sampled tokens (R,), of soft targets' tokens (N, k),
-        and of all other tokens together, (N,) if the batch `sums_tails`, else (0,).
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what the student says in float32, over its full vocabulary.
+
+        These are log-probabilities of sampled tokens (R,), entropies in nats, (R,) if the batch `wants_entropies`, else
+        (0,), log-probabilities of soft targets' tokens (N, k), and of all other tokens together, (N,) if the batch
+        `sums_tails`, else (0,).
         """
         hidden = _hidden_states(self.student, batch).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
@@ -88,16 +91,17 @@ class ResponseLogprobs(nn.Module):
                 [torch.arange(end - start, device=hidden.device), soft_rows.repeat_interleave(soft_ids.shape[1])]
             )
             token_ids = torch.cat([batch.sampled_ids[start:end], soft_ids.flatten()])
-            tails = (soft_rows, soft_ids) if batch.sums_tails else (None, None)
-            blocks.append(Block(start, end, rows, token_ids, *tails))
+            tail_rows, heads = (soft_rows, soft_ids) if batch.sums_tails else (None, None)
+            blocks.append(Block(start, end, rows, token_ids, tail_rows, heads, batch.wants_entropies))
         found = selected_logprobs(hidden, output_layer.weight, output_layer.bias, blocks, self._temperature)
-        sampled, candidates, of_tails = [], [], []
-        for (logprobs, tail), block, (first, last) in zip(found, blocks, pairwise(soft_limits), strict=True):
+        sampled, entropies, candidates, of_tails = [], [], [], []
+        for (logprobs, tail, entropy), block, (first, last) in zip(found, blocks, pairwise(soft_limits), strict=True):
             own, of_soft_targets = logprobs.tensor_split([block.end - block.start])
             sampled.append(own)
+            entropies.append(entropy)
             candidates.append(of_soft_targets.view(last - first, batch.soft.token_ids.shape[1]))
             of_tails.append(tail)
-        return torch.cat(sampled), torch.cat(candidates), torch.cat(of_tails)
+        return torch.cat(sampled), torch.cat(entropies), torch.cat(candidates), torch.cat(of_tails)
 
 
 class Block(NamedTuple):
@@ -112,6 +116,7 @@ class Block(NamedTuple):
     token_ids: Tensor  # (M,) int64
     tail_rows: Tensor | None = None  # (Q,) int64, counted from `start`
     head_ids: Tensor | None = None  # (Q, k) int64: the tokens left out of each tail; they may repeat
+    wants_entropies: bool = False  # of its R rows
 
     def tails(self, values: Tensor, instead: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield the tails' rows of `values` (R, V), no more at a time than the block has, with `instead` at heads."""
@@ -125,15 +130,29 @@ class Block(NamedTuple):
 
 def selected_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, blocks: Sequence[Block], temperature: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Return each block's `log_softmax(logits / temperature)[rows, token_ids]` (M,) and tails (Q,) in float32.
+) -> list[OfBlock]:
+    """Return each block's `log_softmax(logits / temperature)[rows, token_ids]`, tails and entropies in float32.
 
     Logits are `hidden @ weight.T + bias`, of hidden states (R, H) and an output layer (V, H) and (V,). A tail is the
     log of the probability of all tokens but `head_ids`, summed over them: 1 minus the others' would be mere rounding
     where the model is sure. It is `LEAST_TAIL_NATS` where nothing is left.
     """
     found = _SelectedLogprobs.apply(hidden, weight, bias, blocks, temperature)  # type: ignore[no-untyped-call]
-    return list(zip(found[: len(blocks)], found[len(blocks) :], strict=True))
+    return _by_block(found)
+
+
+class OfBlock(NamedTuple):
+    """What is found of a block, or the gradients of that."""
+
+    selected: Tensor  # (M,)
+    tails: Tensor  # (Q,)
+    entropies: Tensor  # (R,), or (0,) of a block that does not want them
+
+
+def _by_block(found: Sequence[Tensor]) -> list[OfBlock]:
+    """Return what was found of each block, of all that was: first what is selected of each, and so on."""
+    count = len(found) // len(OfBlock._fields)
+    return [OfBlock(*found[i::count]) for i in range(count)]
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -143,18 +162,19 @@ class _SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.dtype, ctx.blocks, ctx.temperature = factor_dtype(weight), blocks, temperature
         factors = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-        selected, normalisers, tails, kept = [], [], [], None
+        selected, normalisers, tails, entropies, kept = [], [], [], [], None
         for block in blocks:
             logits = _logits(*factors, bias, block)
             scaled = _scaled(logits, temperature)
             normalisers.append(scaled.logsumexp(dim=-1))  # (R,)
             selected.append(scaled[block.rows, block.token_ids] - normalisers[-1][block.rows])
             tails.append(_tail_logprobs(scaled, block, normalisers[-1]))
+            entropies.append(_entropies(scaled, block, normalisers[-1]))
             # A single block is not computed again: that would not lower the peak of memory.
             kept = logits if len(blocks) == 1 else None
             del logits, scaled  # before the next block's are made
-        ctx.save_for_backward(hidden, weight, bias, kept, *normalisers, *tails)
-        return *selected, *tails
+        ctx.save_for_backward(hidden, weight, bias, kept, *normalisers, *tails, *entropies)
+        return *selected, *tails, *entropies
 
     @staticmethod
     @once_differentiable
@@ -164,10 +184,11 @@ class _SelectedLogprobs(torch.autograd.Function):
         factors = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden)
         of_weight = of_bias = None
+        given = _by_block([each / ctx.temperature for each in gradients])
         for i, block in reversed(list(enumerate(ctx.blocks))):
             logits = _logits(*factors, bias, block) if kept is None else kept
-            given = gradients[i] / ctx.temperature, gradients[count + i] / ctx.temperature
-            of_logits = _gradient(logits, block, *given, of_blocks[i], of_blocks[count + i], ctx.temperature)
+            normaliser, tails, entropies = of_blocks[i::count]
+            of_logits = _gradient(logits, block, given[i], normaliser, tails, entropies, ctx.temperature)
             if bias is not None and ctx.needs_input_grad[2]:
                 of_bias = _added(of_bias, of_logits.sum(0))
             of_logits = of_logits.to(ctx.dtype)
@@ -189,35 +210,44 @@ def _tail_logprobs(scaled: Tensor, block: Block, normaliser: Tensor) -> Tensor:
     return torch.cat(sums).clamp(min=LEAST_TAIL_NATS)
 
 
+def _entropies(scaled: Tensor, block: Block, normaliser: Tensor) -> Tensor:
+    """Return the entropies of a block of logits (R, V), divided by temperature."""
+    if not block.wants_entropies:
+        return normaliser[:0]
+    probabilities = torch.sub(scaled, normaliser[:, None]).exp_()
+    nats: Tensor = torch.special.entr(probabilities, out=probabilities)
+    return nats.sum(dim=-1)
+
+
 def _gradient(
     logits: Tensor,
     block: Block,
-    gradient: Tensor,
-    tail_gradient: Tensor,
+    given: OfBlock,
     normaliser: Tensor,
     tails: Tensor,
+    entropies: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Return the gradient (R, V) of a block's logits, from those of its selected ones (M,) and its tails (Q,).
-
-    Both are divided by temperature.
-    """
-    of_row = torch.zeros_like(normaliser).index_add_(0, block.rows, gradient)
+    """Return the gradient (R, V) of a block's logits from those of what was found of it, divided by temperature."""
+    of_row = torch.zeros_like(normaliser).index_add_(0, block.rows, given.selected)
     if block.tail_rows is not None:
-        of_row.index_add_(0, block.tail_rows, tail_gradient)
+        of_row.index_add_(0, block.tail_rows, given.tails)
     # d log p(v) / d logit(w) = [v = w] - p(w)
     scaled = _scaled(logits, temperature)
     of_logits = torch.sub(scaled, normaliser[:, None], out=None if scaled is logits else scaled).exp_()
-    in_tails = None  # d log tail / d logit(w) = [w in the tail] p(w) / tail - p(w)
-    if block.tail_rows is not None:
-        factors = torch.where(tail_gradient == 0, 0.0, tail_gradient * torch.exp(-tails))
-        in_tails = torch.zeros_like(of_logits)
+    further = None
+    if block.tail_rows is not None:  # d log tail / d logit(w) = [w in the tail] p(w) / tail - p(w)
+        factors = torch.where(given.tails == 0, 0.0, given.tails * torch.exp(-tails))
+        further = torch.zeros_like(of_logits)
         for here, others in block.tails(of_logits, 0.0):
-            in_tails.index_add_(0, block.tail_rows[here], others.mul_(factors[here, None]))
+            further.index_add_(0, block.tail_rows[here], others.mul_(factors[here, None]))
+    if block.wants_entropies:  # d entropy / d logit(w) = -p(w) log p(w) - p(w) entropy
+        of_entropies = torch.special.entr(of_logits).sub_(of_logits * entropies[:, None])
+        further = _added(further, of_entropies.mul_(given.entropies[:, None]))
     of_logits.mul_(-of_row[:, None])
-    if in_tails is not None:
-        of_logits.add_(in_tails)
-    return of_logits.index_put_((block.rows, block.token_ids), gradient, accumulate=True)
+    if further is not None:
+        of_logits.add_(further)
+    return of_logits.index_put_((block.rows, block.token_ids), given.selected, accumulate=True)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: Block) -> Tensor:

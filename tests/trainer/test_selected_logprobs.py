@@ -34,7 +34,7 @@ def with_gradients(
         every = (logits / temperature).log_softmax(-1)
         found = torch.cat([every[block.start + block.rows, block.token_ids] for block in blocks])
     else:
-        found = torch.cat([each for each, _ in selected_logprobs(hidden, weight, bias, blocks, temperature)])
+        found = torch.cat([each for each, *_ in selected_logprobs(hidden, weight, bias, blocks, temperature)])
         assert found.dtype == torch.float32
     factors = torch.cat([torch.cos(block.start + block.rows + 3.0 * block.token_ids) for block in blocks])
     (factors * found).sum().backward()
@@ -88,8 +88,46 @@ def test_an_impossible_token_has_no_gradient_that_is_not_a_number() -> None:
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[0.0], [1.0], [-torch.inf]])
     block = Block(0, 1, torch.tensor([0]), torch.tensor([1]))
     weight.requires_grad_()
-    ((found, _),) = selected_logprobs(hidden, weight, None, [block], 1.0)
+    ((found, *_),) = selected_logprobs(hidden, weight, None, [block], 1.0)
     found.backward()
     assert torch.isfinite(found).all()
     assert weight.grad is not None
     assert torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("rows_per_block", [ROWS, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_and_their_gradients_are_those_of_a_dense_softmax_beside_log_probabilities_and_tails(
+    layer: list[Tensor], rows_per_block: int, temperature: float
+) -> None:
+    rows, heads = torch.tensor([0, 2, 2]), torch.tensor([[1, 2], [0, 3], [4, 4]])
+
+    def computed(hidden: Tensor, weight: Tensor, bias: Tensor, *, is_exact: bool) -> list[Tensor]:
+        leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight, bias)]
+        blocks = [
+            each._replace(
+                wants_entropies=True,
+                tail_rows=rows[rows < each.end - each.start],
+                head_ids=heads[: sum(rows < each.end - each.start)],
+            )
+            for each in blocks_of(rows_per_block)
+        ]
+        if is_exact:
+            every = (torch.nn.functional.linear(*leaves) / temperature).log_softmax(-1)
+            own = [every[block.start : block.end] for block in blocks]
+            found = [each[block.rows, block.token_ids] for each, block in zip(own, blocks, strict=True)]
+            found += [
+                each[block.tail_rows].scatter(1, block.head_ids, -torch.inf).logsumexp(-1)
+                for each, block in zip(own, blocks, strict=True)
+            ]
+            found += [-(each.exp() * each).sum(-1) for each in own]
+        else:
+            selected, tails, entropies = zip(*selected_logprobs(*leaves, blocks, temperature), strict=True)
+            found = [*selected, *tails, *entropies]
+        values = torch.cat(found)
+        (values * torch.cos(torch.arange(len(values)))).sum().backward()
+        return [values.detach(), *[each.grad for each in leaves if each.grad is not None]]
+
+    found = computed(*layer, is_exact=False)
+    for own, expected in zip(found, computed(*[each.double() for each in layer], is_exact=True), strict=True):
+        torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-4)

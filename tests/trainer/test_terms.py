@@ -260,7 +260,7 @@ def test_the_students_tail_is_summed_and_not_rounded_where_it_is_sure(sure: floa
     hidden.requires_grad_()
     rows, ids = torch.tensor([0, 1, 2, 1]), torch.tensor([[7, 3], [7, 3], [3, 7], [7, 9]])
     block = Block(0, 3, torch.arange(3), torch.zeros(3, dtype=torch.int64), rows, ids)
-    ((_, tails),) = selected_logprobs(hidden, weight, None, [block], 0.8)
+    ((_, tails, _),) = selected_logprobs(hidden, weight, None, [block], 0.8)
     dense = (hidden.detach().double() / 0.8).requires_grad_()
     log_p = dense.log_softmax(1)
     expected = torch.stack(

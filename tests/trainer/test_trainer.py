@@ -29,7 +29,7 @@ from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
 MakeTrainer = Callable[..., StudentTrainer]
 MixedBatch = Callable[[], list[Supervision]]
 VOCAB = 50
-METRICS = of_area("train")
+METRICS = of_area("train") - {"loss_entropy"}  # which is of an entropy bonus alone
 
 
 def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
@@ -190,10 +190,10 @@ def test_report_holds_the_documented_metrics(
 ) -> None:
     batch = mixed_batch()
     metrics = make_trainer(student, tmp_path, mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
-    assert metrics.keys() == METRICS - STALENESS_METRICS - {"checkpoint_s"}
-    assert metrics["loss"] == pytest.approx(
-        metrics["loss_policy"] + metrics["loss_branch"] + metrics["loss_reference"], rel=1e-6
-    )
+    assert metrics.keys() == (METRICS | {"loss_entropy"}) - STALENESS_METRICS - {"checkpoint_s"}
+    parts = (metrics[f"loss_{part}"] for part in ("policy", "branch", "reference", "entropy"))
+    assert metrics["loss"] == pytest.approx(sum(parts), rel=1e-6)
+    assert metrics["loss_entropy"] != 0
     assert metrics["updates"] == 2
     assert metrics["trajectories"] == 8
     assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)

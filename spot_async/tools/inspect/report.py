@@ -129,7 +129,7 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
              if any(row.get("rollout/reward") != row.get("rollout/accuracy") for row in rows) else None),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
              lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "soft targets": "train/loss_branch",
-                           "reference": "train/loss_reference"})),
+                           "reference": "train/loss_reference", "entropy bonus": "train/loss_entropy"})),
             ("Advantage", ADVANTAGE_OF_TEACHER if scored else "Mean per token, as the policy gives it.",
              lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
             ("Gated positions", "Share whose teacher entropy exceeds policy.tau_nats, where the forward KL is on; "
