@@ -17,6 +17,8 @@ from spot_async.types import (
     Generation,
     IntArray,
     Judgement,
+    Live,
+    LiveBatch,
     PolicyNeeds,
     Problem,
     Prompt,
@@ -374,8 +376,27 @@ class ScheduleChecker(Protocol):
         """Check all prompts of all epochs, in admission order. Raises ConfigError or DataError to refuse the run."""
 
 
+@runtime_checkable
+class Reviser(Protocol):
+    """A policy with a second word: once the trainer has said what its student says of a batch."""
+
+    def revise(self, batch: LiveBatch) -> Sequence[Sample]:
+        """Return the batch's samples, in order, with other terms: what depends on the student in training.
+
+        It may give other `pulls`, `advantages`, `policy_mask`, `soft_targets` and `entropy_bonus`, other metrics and
+        records. A sample without supervision is left out. It is asked once an iteration, before the first update, and
+        must be pure: after a resume it is asked again, and gives the same.
+        """
+
+
 class Trainer(Protocol):
     """Trains on batches from the supervision queue and publishes new weights."""
+
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        """Return what the student says now of each of these samples. Iterations count from 0, and this one is due.
+
+        Raises `TrainerError` as `train` does.
+        """
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch. Iterations count from 0.

@@ -15,7 +15,7 @@ Conventions, everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -328,6 +328,12 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     baselines: FloatArray | None = None  # (N, k) taken off the probabilities of a cross-entropy without tails
     version: WeightVersion | None = None  # as a `Pull`'s
 
+    @property
+    def has_tail_cell(self) -> bool:
+        """Whether all other tokens together are a cell of the loss, so that the student's tail is needed."""
+        kind = self.divergence
+        return self.tails is not None or (kind is not None and kind.reverse > 0 and not kind.is_conditional)
+
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Renamed):
     """Everything the trainer needs of one trajectory: a sum of terms. It names no method."""
@@ -346,11 +352,32 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
     policy_mask: BoolArray | None = None  # (T,) false where the advantage is unknown; None: known everywhere
     soft_targets: tuple[SoftTargets, ...] = ()
+    entropy_bonus: FloatArray | None = None  # (T,) factor of the student's entropy, which the loss has with a minus
 
     @property
     def has_policy_term(self) -> bool:
         """Whether sampled tokens have advantages, from models or given."""
         return bool(self.pulls) or self.advantages is not None
+
+
+class LiveRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What the student in training says at the positions of soft targets. It is over its full vocabulary."""
+
+    logprobs: FloatArray  # (N, k) of the targets' tokens
+    tail_logprobs: FloatArray  # (N,) of all other tokens together
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """What the student in training says of one trajectory, before the iteration's first update.
+
+    `where` is true on tokens that a student sampled and that may have a policy term (`policy_mask`). Elsewhere
+    log-probabilities and entropies are NaN. `rows` have numbers at all positions of the targets.
+    """
+
+    logprobs: FloatArray  # (T,) of the response's tokens
+    entropy: FloatArray  # (T,) nats, of the whole softmax at `sampling.temperature`
+    where: BoolArray  # (T,)
+    rows: tuple[LiveRows, ...] = ()  # of its soft targets, in their order
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,6 +391,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     supervision: Supervision | None
     metrics: dict[str, float]
     record: dict[str, Any]
+
+
+class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch that is about to be trained, and what the student in training says of it."""
+
+    samples: Sequence[Sample]  # those with supervision, in the order of admission
+    live: Sequence[Live]  # of each sample
+    iteration: int  # the first one is 0
+    progress: float  # `iteration` as a share of the run's iterations, in [0, 1)
 
 
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):

@@ -220,7 +220,7 @@ class TrainingConfig(Section):
         """
         return self.behavior == "recomputed" and (update > 0 or self.normalize_advantages)
 
-    def under_staleness(self, max_staleness: int) -> TrainingConfig:
+    def under_staleness(self, max_staleness: int, *, is_revised: bool = False) -> TrainingConfig:
         """Return the settings to train with where samples lag, without defaults that follow from others.
 
         The reasons are in docs/methods.md, "What is measured at which version".
@@ -228,8 +228,10 @@ class TrainingConfig(Section):
         `behavior` is what its default means. With staleness there is also an `importance_cap`, unless the configuration
         states one or `behavior: served`. Recomputed advantages alone would be weighed as older weights sampled the
         tokens. More directories of weights are kept, because those being served may be older by `max_staleness` steps.
+
+        Where a policy revises batches, log pi_old is the trainer's too, as what the policy is told is.
         """
-        behavior = self.behavior or ("recomputed" if max_staleness else "served")
+        behavior = self.behavior or ("recomputed" if max_staleness or is_revised else "served")
         changes: dict[str, Any] = {"behavior": behavior, "keep_weights": self.keep_weights + max_staleness}
         if max_staleness and behavior == "recomputed" and self.importance_cap is None:
             changes["importance_cap"] = IMPORTANCE_CAP

@@ -19,11 +19,12 @@ from spot_async.config import Config
 from spot_async.errors import ProcessDiedError, TrainerLostError
 from spot_async.models.footprint import merged_every
 from spot_async.models.hub import local_path
+from spot_async.protocols import Reviser
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.resuming import Beginning
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
-from spot_async.types import Supervision, TrainReport, WeightFile
+from spot_async.types import Live, Supervision, TrainReport, WeightFile
 
 
 class Restarts:
@@ -90,6 +91,9 @@ class RunTrainer(Opened):
         except ProcessDiedError as died:
             raise TrainerLostError(str(died)) from None
 
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        return await self._process.look(iteration, batch)
+
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         return await self._process.train(iteration, batch)
 
@@ -108,7 +112,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, b
     resume, checkpoint = None, beginning.checkpoint
     if checkpoint is not None:
         resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
-    training = config.training.under_staleness(config.max_staleness)
+    training = config.training.under_staleness(config.max_staleness, is_revised=isinstance(plan.policy, Reviser))
     return TrainerSettings(
         resume=resume,
         merged_every=merged_every(config),

@@ -28,6 +28,8 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Live,
+    LiveRows,
     Problem,
     SamplingSettings,
     ScoreRequest,
@@ -202,6 +204,9 @@ class SimulatedTrainer:
     batches: list[list[Supervision]] = field(default_factory=list)
     save_s: float = 0.5
 
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        return list(map(simulated_live, batch))
+
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         if iteration != len(self.batches):
             raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
@@ -221,6 +226,19 @@ class SimulatedTrainer:
     async def saved(self, step: int) -> float:
         await asyncio.sleep(self.save_s)
         return self.save_s
+
+
+def simulated_live(sample: Supervision) -> Live:
+    """Return what a simulated student says: of sampled tokens what was served, and that all tokens are as likely."""
+    where = np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
+    known = [np.where(where, each, np.float32(np.nan)) for each in (sample.behavior_logprobs, np.log(VOCAB_SIZE))]
+    logprobs, entropy = (each.astype(np.float32) for each in known)
+    rows = []
+    for targets in sample.soft_targets:
+        others = max(VOCAB_SIZE - targets.token_ids.shape[1], 1e-3)
+        nats = np.full(targets.token_ids.shape, -np.log(VOCAB_SIZE), np.float32)
+        rows.append(LiveRows(logprobs=nats, tail_logprobs=np.full(len(nats), np.log(others / VOCAB_SIZE), np.float32)))
+    return Live(logprobs=logprobs, entropy=entropy, where=where, rows=tuple(rows))
 
 
 def generation(

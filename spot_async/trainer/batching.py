@@ -20,7 +20,16 @@ from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
-from spot_async.types import BoolArray, Divergence, FloatArray, Int64Array, SoftTargets, Supervision
+from spot_async.types import (
+    BoolArray,
+    Divergence,
+    FloatArray,
+    Int64Array,
+    Live,
+    LiveRows,
+    SoftTargets,
+    Supervision,
+)
 
 Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
 DIVERGENCE_FIELDS = Divergence.__struct_fields__
@@ -176,12 +185,15 @@ class MicroBatch:
     given_advantages: Tensor  # (B, T); 0 where the trajectory has none
     advantages: Tensor  # (B, T) given ones and pulls; 0 where there is no policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
+    entropy_bonus: Tensor  # (B, T); 0 where the trajectory has none
     soft: SoftRows
     # What the CPU knows of the soft targets, so that nobody has to wait for the device to learn it.
     soft_row_numbers: tuple[int, ...] = ()  # their rows
+    soft_order: Int64Array | None = None  # (N,) where each stands among the trajectories' own, one behind another
     soft_positions: int = 0  # how many different ones
     has_divergences: bool = False
     sums_tails: bool = False  # some loss needs the student's probability of all other tokens
+    wants_entropies: bool = False  # some loss needs the student's entropy
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it on a device. Pinned memory is copied there without a wait for what the device computes."""
@@ -209,9 +221,10 @@ class MicroBatch:
         return replace(self, advantages=normalized)
 
     def without_soft_targets(self) -> MicroBatch:
-        """Return the same trajectories without them, for a pass that is asked for sampled tokens alone."""
+        """Return the same trajectories for a pass that is asked for sampled tokens alone."""
         none = SoftRows(*(each[:0] for each in self.soft))
-        return replace(self, soft=none, soft_row_numbers=(), soft_positions=0, has_divergences=False, sums_tails=False)
+        without: dict[str, Any] = {"soft_row_numbers": (), "soft_positions": 0, "wants_entropies": False}
+        return replace(self, soft=none, has_divergences=False, sums_tails=False, **without)
 
 
 def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Tensor:
@@ -250,8 +263,35 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
         given_advantages=given,
         advantages=advantages_of(given, pulls, served),
         reference_logprobs=_padded([s.reference_logprobs for s in samples], width, np.float32),
+        entropy_bonus=_padded([s.entropy_bonus for s in samples], width, np.float32),
+        wants_entropies=any(s.entropy_bonus is not None for s in samples),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
     )
+
+
+def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) -> list[Live]:
+    """Return what the student said of each sample of a micro-batch, in float32.
+
+    `said` is what `ResponseLogprobs` returns. Rows of soft targets come back in the samples' own order and width.
+    """
+    logprobs, entropies, candidates, tails = (each.cpu().numpy() for each in said)
+    assert batch.soft_order is not None
+    as_given = np.argsort(batch.soft_order)
+    candidates, tails = candidates[as_given], tails[as_given]
+    found, token, row = [], 0, 0
+    for sample in samples:
+        own = slice(token, token := token + len(sample.response_ids))
+        rows = []
+        for each in sample.soft_targets:
+            of_it = slice(row, row := row + len(each.positions))
+            own_width = candidates[of_it, : each.token_ids.shape[1]].reshape(each.token_ids.shape)
+            rows.append(LiveRows(logprobs=own_width.copy(), tail_logprobs=tails[of_it].copy()))
+        where = _steps(sample) >= 0
+        if sample.policy_mask is not None:
+            where &= sample.policy_mask
+        own_logprobs, entropy = (np.where(where, each[own], np.float32(np.nan)) for each in (logprobs, entropies))
+        found.append(Live(logprobs=own_logprobs, entropy=entropy, where=where, rows=tuple(rows)))
+    return found
 
 
 def _steps(sample: Supervision) -> Int64Array:
@@ -314,6 +354,7 @@ def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Seq
     return {
         "soft": soft,
         "soft_row_numbers": numbers,
+        "soft_order": order,
         "soft_positions": len(set(numbers)),
         "has_divergences": any(each.divergence is not None for _, each in present),
         "sums_tails": bool(soft.has_tail.any()),
@@ -334,7 +375,7 @@ def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> 
         np.broadcast_to(np.arange(width) < k, (count, width)),
         np.pad(taught, ((0, 0), (0, width - k))).astype(np.float32),
         np.zeros(count, np.float32) if each.tails is None else each.tails,
-        np.full(count, has_tail_cell(each)),
+        np.full(count, each.has_tail_cell),
         each.weights,
         np.full(count, each.divergence is not None),
         np.broadcast_to(np.array(numbers, np.float32), (count, len(numbers))),
@@ -347,12 +388,6 @@ NO_TARGETS = SoftTargets(
     probabilities=np.zeros((0, 0), np.float32),
     weights=np.zeros(0, np.float32),
 )
-
-
-def has_tail_cell(targets: SoftTargets) -> bool:
-    """Return whether all other tokens together are a cell of the loss, so that the student's tail is needed."""
-    kind = targets.divergence
-    return targets.tails is not None or (kind is not None and kind.reverse > 0 and not kind.is_conditional)
 
 
 def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool) -> None:

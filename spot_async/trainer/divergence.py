@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spot_async.terms import LEAST_NATS
 from spot_async.trainer.batching import DIVERGENCE_FIELDS, MicroBatch, SoftRows
-
-LEAST_NATS = -80.0  # of a cell; a probability below e^-80 could not be told from 0 in float32
 
 
 def soft_target_losses(batch: MicroBatch, logprobs: Tensor, tail_logprobs: Tensor) -> Tensor:

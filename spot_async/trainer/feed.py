@@ -20,6 +20,9 @@ from spot_async.trainer.messages import (
     Answer,
     Batch,
     Failure,
+    Look,
+    Looked,
+    LookShare,
     Order,
     Published,
     Ready,
@@ -31,9 +34,9 @@ from spot_async.trainer.messages import (
     endpoint,
 )
 from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
-from spot_async.types import TrainReport, WeightFile
+from spot_async.types import Live, TrainReport, WeightFile
 
-Divide = Callable[[Batch], Sequence[Share]]  # returns each rank's share of a batch
+Divide = Callable[[Batch | Look], Sequence[Share | LookShare]]  # returns each rank's share of a batch
 
 
 class BatchFeed:
@@ -65,7 +68,7 @@ class BatchFeed:
         wait_for_all(self._group)
         self._say(Ready(self._due, cpu))
 
-    def next(self, divide: Divide) -> Share | Save:
+    def next(self, divide: Divide) -> Share | LookShare | Save:
         """Wait for what this rank is to do next. `divide` is called on rank 0 alone.
 
         Raises `TrainerError` on all ranks for a batch or step that is not due, or that cannot be divided.
@@ -84,11 +87,11 @@ class BatchFeed:
         """Return what each rank is to do about a request."""
         try:
             match request:
-                case Batch(iteration) if iteration != self._due:
+                case Batch(iteration) | Look(iteration) if iteration != self._due:
                     raise TrainerError(
                         f"the trainer was given iteration {iteration + 1}, but iteration {self._due + 1} is due"
                     )
-                case Batch():
+                case Batch() | Look():
                     return divide(request)
                 case Save(step) if step != self._due:
                     raise TrainerError(f"the trainer was asked to save step {step}, but is at step {self._due}")
@@ -101,9 +104,19 @@ class BatchFeed:
         """Wait for a request that is no trained batch. For one that is, send its answer again."""
         while True:
             request: Request = wire.decode(socket.recv(), cast(Any, Request))
-            if isinstance(request, Save) or self._last is None or request.iteration != self._last.iteration:
+            last = self._last
+            if not isinstance(request, Batch) or last is None or request.iteration != last.iteration:
                 return request
-            self._say(self._last)
+            self._say(last)
+
+    def looked(self, iteration: int, found: dict[int, Live]) -> None:
+        """Say what the student says of a batch. `found` is this rank's part, by the samples' places in the batch."""
+        if self._socket is None:
+            send_bytes(wire.encode(found), 0, self._group)
+            return
+        for rank in range(1, rank_count()):
+            found |= wire.decode(receive_bytes(self._group, rank), dict[int, Live])
+        self._say(Looked(iteration, tuple(found[place] for place in sorted(found))))
 
     def trained(self, iteration: int, report: TrainReport) -> None:
         self._due = iteration + 1

@@ -25,6 +25,8 @@ from spot_async.trainer.messages import (
     Answer,
     Batch,
     Failure,
+    Look,
+    Looked,
     Published,
     Ready,
     Save,
@@ -35,9 +37,10 @@ from spot_async.trainer.messages import (
 from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.rank_processes import RankProcesses
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision, TrainReport, WeightFile
+from spot_async.types import Live, Supervision, TrainReport, WeightFile
 
 T = TypeVar("T")
+Reply = TypeVar("Reply", Looked, Trained)
 Told = TypeVar("Told", Published, Saved)
 
 
@@ -90,8 +93,13 @@ class TrainerProcess(Opened):
         Iterations count from 0. One that is sent again gets the same answer and is not trained again. Raises
         `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
-        conversation = self._train(Batch(iteration, tuple(batch)))
+        conversation = self._ask(Batch(iteration, tuple(batch)), Trained)
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
+
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        """Return what the student says of samples that the next batch is made of. Raises `TrainerError` as `train`."""
+        conversation = self._ask(Look(iteration, tuple(batch)), Looked)
+        return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not looked at")).live
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
         """Wait until the weights of a step are on disk; return their files.
@@ -143,13 +151,13 @@ class TrainerProcess(Opened):
             if isinstance(answer, Ready | Failure):
                 return answer
 
-    async def _train(self, batch: Batch) -> Trained | Failure:
+    async def _ask(self, batch: Batch | Look, kind: type[Reply]) -> Reply | Failure:
         """Send the batch, once, and wait for the outcome. Answers to other iterations are dropped."""
         await self._socket.send(wire.encode(batch))
         while True:
-            match await self._receive():
-                case (Trained(iteration=batch.iteration) | Failure()) as outcome:
-                    return outcome
+            outcome = await self._receive()
+            if isinstance(outcome, Failure) or (isinstance(outcome, kind) and outcome.iteration == batch.iteration):
+                return outcome
 
 
 async def _outcome(socket: zmq.asyncio.Socket, kind: type[Told], step: int) -> Told | Failure:

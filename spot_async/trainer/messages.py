@@ -5,6 +5,9 @@ The former go through a Unix socket with one peer at each end, which loses nothi
 (`base/wire.py`); nothing is pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
+    orchestrator -> rank 0   Look           say what the student says of this, which the next batch is made of
+    rank 0 -> each rank      LookShare      the same of this part
+    rank 0 -> orchestrator   Looked         what it says
     orchestrator -> rank 0   Batch          train this
     rank 0 -> each rank      Share          train this part of the batch
     rank 0 -> orchestrator   Trained        the step is made
@@ -24,7 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from spot_async.types import Supervision, TrainReport, WeightFile
+from spot_async.types import Live, Supervision, TrainReport, WeightFile
 
 # These variables of the environment tell ranks that are on several nodes.
 NODES_VARIABLE = "SPOT_ASYNC_NODES"
@@ -54,6 +57,23 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
 
     iteration: int
     updates: tuple[UpdateShare, ...]
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    iteration: int
+    samples: tuple[Supervision, ...]
+
+
+class LookShare(msgspec.Struct, frozen=True, tag="look share"):
+    """One rank's part of a look."""
+
+    iteration: int
+    update: UpdateShare  # all of the batch, as if it were one
+
+
+class Looked(msgspec.Struct, frozen=True, tag="looked"):
+    iteration: int
+    live: tuple[Live, ...]  # of each sample, in their order
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -89,9 +109,9 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Request: TypeAlias = Batch | Save
-Order: TypeAlias = Share | Save | Failure
-Answer: TypeAlias = Ready | Trained | Failure
+Request: TypeAlias = Batch | Look | Save
+Order: TypeAlias = Share | LookShare | Save | Failure
+Answer: TypeAlias = Ready | Looked | Trained | Failure
 
 
 # The names of the sockets: that of `Published` and that of `Saved` are their own.

@@ -207,12 +207,12 @@ def send_bytes(data: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=group)
 
 
-def receive_bytes(group: dist.ProcessGroup | None) -> bytes:
-    """Wait for bytes of rank 0."""
+def receive_bytes(group: dist.ProcessGroup | None, rank: int = 0) -> bytes:
+    """Wait for bytes of another rank."""
     length = torch.empty(1, dtype=torch.int64)
-    dist.recv(length, src=0, group=group)
+    dist.recv(length, src=rank, group=group)
     buffer = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(buffer, src=0, group=group)
+    dist.recv(buffer, src=rank, group=group)
     return buffer.numpy().tobytes()
 
 

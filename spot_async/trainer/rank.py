@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,7 @@ from spot_async.trainer.batching import (
     MicroBatch,
     check_sample,
     collate,
+    live_of,
     mini_batches,
     update_shares,
 )
@@ -43,7 +45,7 @@ from spot_async.trainer.loss import (
     reference_kl,
     truncated_importance_weights,
 )
-from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
+from spot_async.trainer.messages import Batch, Look, LookShare, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
 from spot_async.trainer.model import ResponseLogprobs, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
@@ -52,7 +54,7 @@ from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
 from spot_async.trainer.streaming import published_types
-from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Live, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
 DEVIATION_FLOOR = 1e-6  # of `training.normalize_advantages`
@@ -72,6 +74,8 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
                 case Share() as share:
                     published = partial(feed.published, share.iteration + 1)
                     feed.trained(share.iteration, trainer.train_share(share, published))
+                case LookShare() as share:
+                    feed.looked(share.iteration, trainer.look(share.update))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -151,19 +155,37 @@ class StudentTrainer:
 
     def train(self, batch: Batch) -> TrainReport:
         """Train one iteration on a batch that every rank has. See `train_share`."""
-        return self.train_share(self.divide(batch)[self._strategy.rank], published=lambda files, reason: None)
+        share = self.divide(batch)[self._strategy.rank]
+        assert isinstance(share, Share)
+        return self.train_share(share, published=lambda files, reason: None)
 
-    def divide(self, batch: Batch) -> list[Share]:
+    def divide(self, batch: Batch | Look) -> Sequence[Share | LookShare]:
         """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
         vocab_size = self.model.config.get_text_config().vocab_size
         for sample in batch.samples:
             check_sample(sample, vocab_size=vocab_size, needs_reference=self._training.reference_kl > 0)
+        if isinstance(batch, Look):
+            shares = update_shares(batch.samples, self._strategy.ranks, self._layout)
+            return [LookShare(batch.iteration, each) for each in shares]
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
         updates = [
             update_shares(mini_batch, self._strategy.ranks, self._layout)
             for mini_batch in mini_batches(batch.samples, self._training.mini_batch_size, seed)
         ]
         return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
+
+    @torch.no_grad()
+    def look(self, update: UpdateShare) -> dict[int, Live]:
+        """Return what the student says now of this rank's samples, by their places in the batch.
+
+        The ranks do it together, with one pass over the batch.
+        """
+        found: dict[int, Live] = {}
+        for places, samples in zip(update.passes, update.micro_batches, strict=True):
+            batch = replace(collate(samples, is_packed=self._layout.is_packed), wants_entropies=True, sums_tails=True)
+            said = self._response_logprobs(batch.to(self._device))
+            found |= zip(places, live_of(samples, batch, *said), strict=True)
+        return found
 
     def train_share(self, share: Share, published: Published) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
@@ -269,14 +291,14 @@ class StudentTrainer:
 
     def _accumulate(self, batch: MicroBatch, update: UpdateShare, tally: Tally, *, has_moved: bool) -> LossParts:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
-        sampled, *of_soft_targets = self._response_logprobs(batch)
+        sampled, entropies, *of_soft_targets = self._response_logprobs(batch)
         logprobs = batch.in_places(sampled)  # (B, T); 0 on padding
         recomputes = self._training.behavior == "recomputed"
         if recomputes and not has_moved and not self._training.recomputes_apart(0):
             batch = batch.with_behavior(logprobs.detach())
         weights = self._importance_weights(batch)  # (B, T)
         parts = minibatch_share(
-            self._loss_terms(batch, logprobs, soft_target_losses(batch, *of_soft_targets), weights),
+            self._loss_terms(batch, logprobs, entropies, soft_target_losses(batch, *of_soft_targets), weights),
             aggregation=self._training.loss_aggregation,
             minibatch_trajectories=len(update.names),
             minibatch_tokens=update.tokens,
@@ -292,9 +314,11 @@ class StudentTrainer:
             tally.count_mismatch(batch, logprobs.detach())
         return parts
 
-    def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, soft_losses: Tensor, weights: Tensor) -> LossTerms:
-        """Return the terms of `loss.py`, from log-probabilities (B, T), soft targets' losses (N,) and importance
-        weights (B, T).
+    def _loss_terms(
+        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, soft_losses: Tensor, weights: Tensor
+    ) -> LossTerms:
+        """Return the terms of `loss.py`, from log-probabilities (B, T), entropies (R,) or (0,), soft targets' losses
+        (N,) and importance weights (B, T).
         """
         training = self._training
         policy = clipped_policy_loss(
@@ -305,6 +329,8 @@ class StudentTrainer:
             policy=weights * policy,
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
+            entropy=batch.in_places(entropies) if batch.wants_entropies else None,
+            entropy_bonus=batch.entropy_bonus,
             branch=soft_losses,
             branch_weights=batch.soft.weights,
             branch_rows=batch.soft.trajectories,
@@ -328,6 +354,7 @@ class StudentTrainer:
             loss_policy=parts.policy,
             loss_branch=parts.branch,
             loss_reference=parts.reference,
+            loss_entropy=parts.entropy,
             trajectories=len(batch.mask),
             tokens=len(batch.rows),
             branch_positions=batch.soft_positions,
@@ -356,11 +383,12 @@ class StudentTrainer:
             batch = self._micro_batch(samples, self._training.behavior == "recomputed")
             parts = self._accumulate(batch, update, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-            are_bad = [not _finite(loss) for loss in (parts.policy, parts.branch, parts.reference)]
+            _, *losses = parts
+            are_bad = [not _finite(loss) for loss in losses]
             are_bad.append(not all(map(_finite, gradients)))
             marks = self._strategy.max(torch.tensor(are_bad, dtype=torch.float32, device=self._device))
-            *losses, gradient = marks.tolist()
-            bad = [f"{name} loss" for name, mark in zip(("policy", "branch", "reference"), losses, strict=True) if mark]
+            *of_losses, gradient = marks.tolist()
+            bad = [f"{name} loss" for name, mark in zip(LossParts._fields[1:], of_losses, strict=True) if mark]
             if not bad and gradient:
                 bad = ["gradient"]
             if bad:

@@ -31,11 +31,11 @@ from spot_async.base.processes.resources import cpu_type
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.groups import Ranks
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.trainer.messages import Batch
+from spot_async.trainer.messages import Batch, Look, LookShare
 from spot_async.trainer.parallel import process_group
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Divergence, SoftTargets, Supervision, WeightVersion
+from spot_async.types import Divergence, Live, SoftTargets, Supervision, WeightVersion
 
 MakeSettings = Callable[..., TrainerSettings]
 UnequalBatch = Callable[[int], list[Supervision]]
@@ -60,6 +60,11 @@ def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callabl
         ]
 
     return make
+
+
+def arrays(said: Live) -> list[Any]:
+    of_rows = [each for rows in said.rows for each in (rows.logprobs, rows.tail_logprobs)]
+    return [said.logprobs, said.entropy, said.where, *of_rows]
 
 
 def trainer_pids(pid: int) -> dict[int, int]:
@@ -231,6 +236,7 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
     async with TrainerProcess(settings) as trainer:
         reports = [await trainer.train(0, unequal_batch(0))]
         assert await trainer.train(0, unequal_batch(0)) == reports[0]
+        live = await trainer.look(1, unequal_batch(1))
         reports.append(await trainer.train(1, unequal_batch(1)))
         pids = list(trainer_pids(os.getpid()))
         assert len(pids) == 2
@@ -240,6 +246,12 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
 
     alone = make_trainer(student, tmp_path / "one", **SHORT)
     for iteration, two in enumerate(reports):
+        if iteration == 1:  # they look at a batch as one rank does
+            (share,) = alone.divide(Look(1, tuple(unequal_batch(1))))
+            assert isinstance(share, LookShare)
+            for place, said in alone.look(share.update).items():
+                for one_says, two_say in zip(arrays(said), arrays(live[place]), strict=True):
+                    np.testing.assert_allclose(two_say, one_says, rtol=0, atol=2e-5)
         one = alone.train(Batch(iteration, tuple(unequal_batch(iteration))))
         for name in ("loss", "grad_norm"):
             assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name

@@ -21,7 +21,8 @@ from spot_async.base.files import all_numbered, numbered
 from spot_async.config import FollowsConfig
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights
-from spot_async.types import Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
+from spot_async.testing.services import simulated_live
+from spot_async.types import Live, Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""
 FILE = SINGLE_FILE
@@ -144,6 +145,10 @@ class StatefulTrainer:
             raise self._cannot_publish(str(error.strerror)) from error
         for old in all_numbered(path.parent, "step", above=0)[: -self._keep]:
             delete_weights(old)
+
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        require(iteration == self.step, "I4", f"iteration {iteration} is looked at after {self.step} steps")
+        return list(map(simulated_live, batch))
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         require(iteration == self.step, "I4", f"iteration {iteration} is trained after {self.step} steps")

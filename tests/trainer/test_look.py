@@ -1,0 +1,108 @@
+"""What the student says of a batch before it is trained: `StudentTrainer.look`, held to dense float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spot_async.base import wire
+from spot_async.terms import difference
+from spot_async.trainer import model as trainer_model
+from spot_async.trainer.messages import Batch, Look, LookShare
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.types import Live, Supervision
+
+TEMPERATURE = 0.8
+
+
+def looked(trainer: StudentTrainer, batch: list[Supervision]) -> list[Live]:
+    (share,) = trainer.divide(Look(0, tuple(batch)))
+    assert isinstance(share, LookShare)
+    found = trainer.look(wire.decode(wire.encode(share), LookShare).update)
+    return [found[place] for place in range(len(batch))]
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize(
+    "training", [{}, {"packing": False}, {"micro_batch_tokens": 1}], ids=["packed", "padded", "one by one"]
+)
+def test_it_is_what_a_dense_model_says(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    training: dict[str, Any],
+    sharding: str,
+) -> None:
+    monkeypatch.setattr(trainer_model, "LOGITS_PER_BLOCK", 350)
+    batch = mixed_batch()
+    trainer = make_trainer(student, tmp_path, temperature=TEMPERATURE, sharding=sharding, **training)
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
+    for sample, live in zip(batch, looked(trainer, batch), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+            rows = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)[len(sample.prompt_ids) - 1 : -1]
+        own = rows.gather(1, torch.tensor(sample.response_ids.tolist())[:, None])[:, 0]
+        sampled = np.ones(len(own), bool) if sample.policy_mask is None else sample.policy_mask
+        assert (live.where == sampled).all()
+        for said, expected in ((live.logprobs, own), (live.entropy, -(rows.exp() * rows).sum(-1))):
+            same(said[sampled], expected[torch.from_numpy(sampled)])
+            assert np.isnan(said[~sampled]).all()
+        assert len(live.rows) == len(sample.soft_targets)
+        for targets, said in zip(sample.soft_targets, live.rows, strict=True):
+            at = rows[targets.positions.tolist()]
+            ids = torch.tensor(targets.token_ids.tolist(), dtype=torch.int64).view(targets.token_ids.shape)
+            same(said.logprobs, at.gather(1, ids))
+            rest = at.scatter(1, ids, -torch.inf).logsumexp(-1).clamp(min=trainer_model.LEAST_TAIL_NATS)
+            same(said.tail_logprobs, rest)
+
+
+def same(found: Any, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=0, atol=2e-5)
+
+
+def test_two_looks_are_equal_and_change_nothing(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+) -> None:
+    batch = mixed_batch()
+    plain, looking = (make_trainer(student, tmp_path / name) for name in ("plain", "looking"))
+    first, second = looked(looking, batch), looked(looking, batch)
+    assert wire.encode(first) == wire.encode(second)
+    metrics = [each.train(Batch(0, tuple(batch))).metrics for each in (plain, looking)]
+    assert metrics[0]["loss"] == metrics[1]["loss"]
+    for one, other in zip(plain.model.parameters(), looking.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pull_and_its_difference_as_an_advantage_train_alike(
+    student: Path, make_trainer: Callable[..., StudentTrainer], supervision: Callable[..., Supervision], tmp_path: Path
+) -> None:
+    """Also where the samples are of older weights, and where a token has no policy term or no weight."""
+    some = np.arange(12) % 4 > 0
+    weights = (np.arange(9) % 3 > 0).astype(np.float32)
+    batch = [supervision(0, 7), supervision(1, 12, policy_mask=some), supervision(2, 9)]
+    (pull,) = batch[2].pulls
+    batch[2] = msgspec.structs.replace(batch[2], pulls=(msgspec.structs.replace(pull, weights=weights),))
+    training = {"behavior": "recomputed", "mini_batch_size": 1}
+    pulled, given = (make_trainer(student, tmp_path / name, **training) for name in ("pulled", "given"))
+    live = looked(given, batch)
+    differences = [difference(each.pulls[0], said) for each, said in zip(batch, live, strict=True)]
+    others = [
+        msgspec.structs.replace(each, pulls=(), advantages=advantages)
+        for each, advantages in zip(batch, differences, strict=True)
+    ]
+    for trainer, samples in ((pulled, batch), (given, others)):
+        trainer.train(Batch(0, tuple(samples)))
+    for one, other in zip(pulled.model.parameters(), given.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
