@@ -6,9 +6,10 @@ student in training is computed by the trainer. docs/methods.md has the algebra.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,8 +22,11 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Live,
+    LiveRows,
     Prompt,
     Pull,
+    Sample,
     SoftTargets,
     Supervision,
     TokenScores,
@@ -32,6 +36,7 @@ from spot_async.types import (
 # A tail that nobody served is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
 LEAST_TAIL = 2.0**-20
 LEAST_PROBABILITY = 1e-35  # which float32 still has
+LEAST_NATS = -80.0  # of a cell; a probability below e^-80 could not be told from 0 in float32
 
 
 def forward_kl(**how: Any) -> Divergence:
@@ -188,6 +193,62 @@ def _mask(where: BoolArray, tokens: int) -> BoolArray:
             f"where is {where.dtype} of shape {where.shape}: give a mask of bool, ({tokens},), not positions"
         )
     return where
+
+
+def revised(sample: Sample, metrics: Mapping[str, float] | None = None, **terms: Any) -> Sample:
+    """Return a sample with other terms (fields of `Supervision`), and with these `metrics` too. For `revise`."""
+    assert sample.supervision is not None
+    supervision = msgspec.structs.replace(sample.supervision, **terms)
+    return msgspec.structs.replace(sample, supervision=supervision, metrics={**sample.metrics, **(metrics or {})})
+
+
+def difference(model: Pull, live: Live) -> FloatArray:
+    """Return `log q - log pi` (T,) of the student in training, without the pull's weights and clip.
+
+    It is what the trainer makes of the pull. It is 0 where there is no policy term, or where the pull has weight 0.
+    """
+    where = live.where if model.weights is None else live.where & (model.weights != 0)
+    return np.where(where, model.logprobs - live.logprobs, np.float32(0))
+
+
+Term = TypeVar("Term", Pull, SoftTargets)
+
+
+def weighted(term: Term, weight: npt.ArrayLike) -> Term:
+    """Return a pull or soft targets whose weights are multiplied. `weight` is a number or (T,) over the response."""
+    if isinstance(term, Pull):
+        own = np.ones_like(term.logprobs) if term.weights is None else term.weights
+        factors = np.asarray(weight)
+    else:
+        own = term.weights
+        factors = np.asarray(weight) if np.ndim(weight) == 0 else np.asarray(weight)[term.positions]
+    return msgspec.structs.replace(term, weights=(own * factors).astype(np.float32))
+
+
+def cells(targets: SoftTargets, rows: LiveRows) -> tuple[Float64Array, Float64Array]:
+    """Return log-probabilities of the targets' and of the student's cells, both (N, C), as their divergence has them.
+
+    A cell is one of a target's tokens, and the last one is all other tokens where these count. Where the divergence is
+    conditional, the student is renormalised on the tokens.
+    """
+    kind, log_q = targets.divergence or Divergence(), np.maximum(rows.logprobs.astype(np.float64), LEAST_NATS)
+    if kind.is_conditional:
+        log_q = np.log(renormalised(log_q / kind.temperature))
+    probabilities = targets.probabilities.astype(np.float64)
+    if targets.has_tail_cell:
+        tails = np.zeros(len(probabilities)) if targets.tails is None else targets.tails
+        probabilities = np.concatenate([probabilities, tails[:, None]], axis=1)
+        log_q = np.concatenate([log_q, rows.tail_logprobs[:, None]], axis=1)
+    log_p = np.log(np.maximum(probabilities, np.exp(LEAST_NATS)))
+    return log_p, np.maximum(log_q, LEAST_NATS)
+
+
+def retargeted(targets: SoftTargets, log_p: npt.ArrayLike) -> SoftTargets:
+    """Return the same targets with other probabilities: those of `log_p` (N, C) over the same cells, renormalised."""
+    probabilities = np.maximum(renormalised(log_p), LEAST_PROBABILITY).astype(np.float32)
+    k = targets.token_ids.shape[1]
+    tails = probabilities[:, k] if targets.has_tail_cell else None
+    return msgspec.structs.replace(targets, probabilities=probabilities[:, :k], tails=tails)
 
 
 def renormalised(logprobs: npt.ArrayLike) -> Float64Array:

@@ -27,13 +27,13 @@ from spot_async.loop.events import IterationFinished, OrchestratorState, Phases,
 from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
 from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
-from spot_async.protocols import Policy, Trainer
+from spot_async.protocols import Policy, Reviser, Trainer
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.events import RequestEvent, WaitClock, seconds_by_stage
-from spot_async.stages.plugin_contract import is_ours, supervise
+from spot_async.stages.plugin_contract import is_ours, revise, supervise
 from spot_async.stages.stages import Stages
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import Prompt, Supervision, WeightVersion
+from spot_async.types import LiveBatch, Prompt, Supervision, WeightVersion
 
 # So many problems given up without an answer, with no prompt finished in between, mean that the endpoint is down.
 UNANSWERED_IN_A_ROW = 3
@@ -281,18 +281,19 @@ class Orchestrator:
             waits = self.waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
             times.wait_for_batch = self._phases.end(phase, ordinals, waits)
-            samples = [sample for _, group in batch for sample in group]
 
             phase = self._phases.begin(number, "train")
+            if self._sleepers:
+                await self._put_to_sleep()
+            taught = await self._revised(number - 1, batch)
+            samples = [sample for _, group in taught for sample in group]
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
             self._ledger.cut(
-                number - 1, self._trained.lineage, {ordinal: is_trained(group) for ordinal, group in batch}
+                number - 1, self._trained.lineage, {ordinal: is_trained(group) for ordinal, group in taught}
             )
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
-            if self._sleepers:
-                await self._put_to_sleep()
             report = await self._trainer.train(number - 1, trained)
             self.book.trained(batch)
             self._changed.set()
@@ -309,6 +310,22 @@ class Orchestrator:
                 self._ending = group.create_task(self._end_after(pending, finished, group), name=f"iteration {number}")
             else:
                 self._end(finished, group)
+
+    async def _revised(self, iteration: int, batch: list[Finished]) -> list[Finished]:
+        """Return a batch with the terms that the policy gives it once it knows what the student in training says."""
+        drafts = [sample for _, group in batch for sample in group if sample.supervision is not None]
+        if not drafts or not isinstance(self._policy, Reviser):
+            return batch
+        supervision = [sample.supervision for sample in drafts if sample.supervision is not None]
+        self._check_feed(supervision)
+        live = await self._trainer.look(iteration, supervision)
+        progress = iteration / self._settings.iterations
+        asked = LiveBatch(samples=drafts, live=live, iteration=iteration, progress=progress)
+        given = iter(revise(self._policy, asked))
+        return [
+            (ordinal, [sample if sample.supervision is None else next(given) for sample in group])
+            for ordinal, group in batch
+        ]
 
     async def _end_after(
         self, pending: Sequence[asyncio.Task[Any]], finished: IterationFinished, group: asyncio.TaskGroup

@@ -27,7 +27,7 @@ from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.loop.events import IterationFinished, OrchestratorState, RunEvent, ServersStarting, StepBegan
 from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
-from spot_async.protocols import Backend
+from spot_async.protocols import Backend, Reviser
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory.layout import FELL, MISMATCHED, NO_ADVICE, STALE, RunDirectory
 from spot_async.run_directory.ledger import Ledger
@@ -230,7 +230,8 @@ class TrainingRun:
         baseline = getattr(self._config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:
             self._warn_once(FELL, EntropyHistory(rows, baseline).warning)
-        if self._config.max_staleness and self._plan.policy.needs.teacher:
+        revises = isinstance(self._plan.policy, Reviser)
+        if self._config.max_staleness and self._plan.policy.needs.teacher and not revises:
             self._warn_once(STALE, lambda finished: stale_words(finished.samples, self._config.policy.kind))
         before = self._results.before = await self._evaluations.before(services.student)
         if self._beginning.checkpoint is not None:

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
 from spot_async.base.waiting_room import Priority
@@ -23,9 +25,21 @@ from spot_async.errors import (
     PoisonedReplyError,
     SpotError,
 )
-from spot_async.protocols import Policy, PromptStages, Verifier
+from spot_async.protocols import Policy, PromptStages, Reviser, Verifier
 from spot_async.stages.stage import Stage
-from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Pull, Sample, SoftTargets, Supervision, Verdict
+from spot_async.types import (
+    Judgement,
+    LiveBatch,
+    PolicyNeeds,
+    Problem,
+    Prompt,
+    Pull,
+    Sample,
+    SoftTargets,
+    Supervision,
+    Verdict,
+    WeightVersion,
+)
 
 T = TypeVar("T")
 LATE = Judgement(Verdict.TIMEOUT)
@@ -66,18 +80,76 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
     for sample in samples:
         if not isinstance(sample, Sample):
             raise PluginError(f"{name} returned a list with {_shown(sample)} in it; return a list of Samples")
-        if not isinstance(sample.supervision, Supervision | None):
-            raise PluginError(
-                f"{name} returned a Sample whose supervision is {_shown(sample.supervision)}; give a Supervision, or "
-                "None for a trajectory that is not trained on"
-            )
-        for field, kind in (("pulls", Pull), ("soft_targets", SoftTargets)):
-            terms = getattr(sample.supervision, field, ())
-            if not isinstance(terms, tuple) or not all(isinstance(each, kind) for each in terms):
-                raise PluginError(
-                    f"{name}: {field} is {_shown(terms)}; give a tuple of {kind.__name__}, also of one: (term,)"
-                )
+        _check_supervision(name, sample.supervision)
     return samples
+
+
+def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
+    """Return the batch's samples with the terms that the policy gives them now.
+
+    Raise PluginError if it returns others, changes more than their terms, or raises an exception by itself.
+    """
+    name = f"policy {type(policy).__name__}.revise"
+    if inspect.iscoroutinefunction(policy.revise):
+        raise PluginError(f"{name} is a coroutine; it asks no server: write it as `def`")
+    try:
+        samples = policy.revise(batch)
+    except Exception as error:
+        _check_fault(policy, name, error)
+        raise
+    count = len(batch.samples)
+    if not isinstance(samples, Sequence) or len(samples) != count:
+        returned = f"{len(samples)} samples" if isinstance(samples, Sequence) else _shown(samples)
+        raise PluginError(f"{name} returned {returned}; return the batch's {count} samples in order")
+    for draft, sample in zip(batch.samples, samples, strict=True):
+        if not isinstance(sample, Sample):
+            raise PluginError(f"{name} returned a list with {_shown(sample)} in it; return a list of Samples")
+        _check_supervision(name, sample.supervision)
+        if draft.supervision is not None and sample.supervision is not None:
+            _check_revision(name, draft.supervision, sample.supervision)
+    return samples
+
+
+REVISED = {"pulls", "advantages", "policy_mask", "soft_targets", "entropy_bonus"}  # fields of `Supervision`
+
+
+def _check_revision(name: str, draft: Supervision, found: Supervision) -> None:
+    changed = [
+        field
+        for field in Supervision.__struct_fields__
+        if field not in REVISED and not _are_equal(getattr(draft, field), getattr(found, field))
+    ]
+    if not {*_versions(found)} <= {None, *_versions(draft)}:
+        changed.append("the version of a term")
+    if changed:
+        raise PluginError(f"{name} changed {changed[0]} of {draft.problem_id}; change terms alone")
+
+
+def _versions(supervision: Supervision) -> list[WeightVersion | None]:
+    terms: list[Pull | SoftTargets] = [*supervision.pulls, *supervision.soft_targets]
+    return [each.version for each in terms]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+    return type(one) is type(other) and not isinstance(one, np.ndarray) and bool(one == other)
+
+
+def _check_supervision(name: str, supervision: object) -> None:
+    if not isinstance(supervision, Supervision | None):
+        raise PluginError(
+            f"{name} returned a Sample whose supervision is {_shown(supervision)}; give a Supervision, or "
+            "None for a trajectory that is not trained on"
+        )
+    for field, kind in (("pulls", Pull), ("soft_targets", SoftTargets)):
+        terms = getattr(supervision, field, ())
+        if not isinstance(terms, tuple) or not all(isinstance(each, kind) for each in terms):
+            raise PluginError(
+                f"{name}: {field} is {_shown(terms)}; give a tuple of {kind.__name__}, also of one: (term,)"
+            )
 
 
 async def verify(verifier: Verifier, problem: Problem, response_text: str, *, deadline: float) -> Judgement:

@@ -32,6 +32,22 @@ class Theirs(OpdPolicy):
         return self._change(await super().supervise(prompt, stages))
 
 
+class Revises(Theirs):
+    """With a second word, which returns what a change makes of the batch."""
+
+    def __init__(self, revision: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._revision = revision
+
+    def revise(self, batch: Any) -> Any:
+        return self._revision(batch)
+
+
+class RevisesLater(Theirs):
+    async def revise(self, batch: Any) -> Any:
+        return batch.samples
+
+
 class AtOnce(Theirs):
     def supervise(self, prompt: Any, stages: Any) -> Any:
         return []
@@ -112,6 +128,43 @@ def with_terms(sample: Any, **terms: Any) -> Any:
             Judges("ok"),
             "verifier Judges.verify raised TypeError: verdict must be a Verdict, not 'ok', at",
         ),
+        (Revises(lambda _: None), None, "policy Revises.revise returned None; return the batch's 16 samples in order"),
+        (
+            Revises(lambda batch: batch.samples[:1]),
+            None,
+            "policy Revises.revise returned 1 samples; return the batch's 16 samples in order",
+        ),
+        (
+            Revises(lambda batch: ["x"] * len(batch.samples)),
+            None,
+            "policy Revises.revise returned a list with a str in it; return a list",
+        ),
+        (
+            Revises(lambda batch: [with_terms(each, behavior_logprobs=np.zeros(9)) for each in batch.samples]),
+            None,
+            "policy Revises.revise changed behavior_logprobs of p0; change terms alone",
+        ),
+        (
+            Revises(lambda batch: batch.samples[::-1]),
+            None,
+            "policy Revises.revise changed prompt_ordinal of p0; change terms alone",
+        ),
+        (
+            Revises(lambda batch: [with_terms(each, pulls=[]) for each in batch.samples]),
+            None,
+            "policy Revises.revise: pulls is a list; give a tuple of Pull, also of one: (term,)",
+        ),
+        (
+            Revises(lambda batch: [with_terms(each, advantages=np.ones(1, np.float32)) for each in batch.samples]),
+            None,
+            "policy Revises: supervision of p0 (prompt 0) is wrong: advantages have shape (1,) instead of",
+        ),
+        (
+            Revises(lambda batch: batch.live[99]),
+            None,
+            f"policy Revises.revise raised IndexError: list index out of range, at {__file__}:",
+        ),
+        (RevisesLater(), None, "policy RevisesLater.revise is a coroutine; it asks no server: write it as `def`"),
         (Raises(), None, f"policy Raises.supervise raised ZeroDivisionError: division by zero, at {__file__}:"),
         (Theirs(), RaisesToo(), f"verifier RaisesToo.verify raised KeyError: 'answer', at {__file__}:"),
         (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),
