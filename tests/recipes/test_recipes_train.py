@@ -48,6 +48,8 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "sdpo": [f"policy.top_k={WHOLE}", "policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"],
     "speculative_kd": [f"policy.top_k={WHOLE}"],
     "reopold": ["policy.mixture=0.3"],
+    "taid": [f"policy.top_k={WHOLE}"],
+    "vopd": [f"policy.top_k={WHOLE}"],
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
@@ -66,7 +68,7 @@ def plain(name: str) -> str:
     return name.removesuffix("_live").removesuffix("_averaged")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Response:
     """A response of the first iteration, and the models' log-probabilities (T, V) there."""
 
@@ -75,6 +77,7 @@ class Response:
     student: Tensor  # of the weights in training, with a gradient
     solution: str
     rows: Callable[[str, list[str]], Tensor]  # a frozen model's, behind these turns
+    batch: list[Response]  # all of its batch
 
     @cached_property
     def teacher(self) -> Tensor:
@@ -116,7 +119,9 @@ class Response:
 
     def policy(self, advantage: Tensor) -> Tensor:
         """The policy term (T,) of an advantage at the first update, where the ratio to the sampling weights is 1."""
-        return -(self.of(self.student) - self.old).exp() * advantage.detach()
+        served = torch.tensor([each or 0.0 for each in self.sample["behavior_logprobs"]], dtype=torch.float64)
+        weights = (self.old - served).exp().clamp(max=2.0)  # 1 where the weights in training sampled the response
+        return -weights * (self.of(self.student) - self.old).exp() * advantage.detach()
 
 
 Group = list[Response]  # of one prompt
@@ -241,6 +246,23 @@ def teacher_average(one: Response, group: Group) -> Tensor:
     return 0.75 * forward_kl(one.teacher, one.student) + 0.25 * forward_kl(one.student.detach(), one.student)
 
 
+def tip(one: Response, group: Group) -> Tensor:
+    entropies = [-(each.student.exp() * each.student).sum(-1).detach() for each in one.batch]
+    least = torch.cat(entropies).quantile(0.5)
+    kept = entropies[one.batch.index(one)] >= least
+    return one.policy(2 * kept * (one.of(one.teacher) - one.old))
+
+
+def vopd(one: Response, group: Group) -> Tensor:
+    return one.policy(one.of(one.teacher) - one.old + forward_kl(one.student, one.teacher))
+
+
+def taid(one: Response, group: Group) -> Tensor:
+    t = 0.4 + 0.6 * (one.sample["iteration"] - 1) / 4
+    moved = ((1 - t) * one.student.detach() + t * one.teacher).log_softmax(-1)
+    return forward_kl(moved, one.student)
+
+
 def guided_prefix(one: Response, group: Group) -> Tensor:
     continued = one.policy(one.of(one.teacher) - one.old)
     return torch.where(one.is_students, continued, forward_kl(one.teacher, one.student))
@@ -292,20 +314,21 @@ def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Re
     solutions = {row["id"]: row["solution"] for row in map(json.loads, data.read_text().splitlines())}
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "student")
 
-    def rows(role: str, turns: list[str], ids: list[int]) -> Tensor:
+    def rows(model: Any, turns: list[str], ids: list[int]) -> Tensor:
         roles = ["user", "assistant"]
         chat = [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return models[role](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
-    def response(sample: dict[str, Any]) -> Response:
+    def response(sample: dict[str, Any], student: Any = models["student"]) -> Response:
         ids = sample["response_ids"]
         return Response(
             sample=sample,
             ids=torch.tensor(ids),
-            student=rows("student", [sample["problem"]], ids),
+            student=rows(student, [sample["problem"]], ids),
             solution=solutions[sample["problem_id"]],
-            rows=lambda role, turns: rows(role, turns, ids).detach(),
+            rows=lambda role, turns: rows(models[role], turns, ids).detach(),
+            batch=[],
         )
 
     return response
@@ -336,15 +359,42 @@ def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
 ) -> None:
     directory = run(name, iterations=1 if name in ALONE else 4)
     first = [sample for sample in lines(directory / "samples.jsonl") if sample["iteration"] == 1]
-    trained = lines(directory / "metrics.jsonl")[0]
-    groups = [list(map(rows_of, group)) for _, group in groupby(first, key=lambda sample: sample["problem_id"])]
+    compare(name, lines(directory / "metrics.jsonl")[0], first, rows_of, models["student"])
+
+
+@pytest.mark.parametrize("name", ["tip", *(pytest.param(each, marks=pytest.mark.long) for each in ("taid", "vopd"))])
+def test_what_revise_gives_old_samples_is_of_the_student_in_training(
+    run: Callable[..., Path], rows_of: Callable[..., Response], name: str
+) -> None:
+    directory = run(name)
+    third = [sample for sample in lines(directory / "samples.jsonl") if sample["iteration"] == 3]
+    trained = lines(directory / "metrics.jsonl")[2]
+    assert trained["train/lag_mean"] > 0, "they are of older weights"
+    weights = directory / "weights" / "step-000002"
+    student = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float64).eval()
+    compare(name, trained, third, lambda sample: rows_of(sample, student), student, near=1e-5)
+
+
+def compare(
+    name: str,
+    trained: dict[str, float],
+    samples: list[dict[str, Any]],
+    response: Callable[[dict[str, Any]], Response],
+    student: Any,
+    near: float = 2e-6,
+) -> None:
+    """Compare an iteration's loss and gradient with the paper's line, of the student before its only update."""
+    groups = [list(map(response, group)) for _, group in groupby(samples, key=lambda sample: sample["problem_id"])]
+    ones = [one for group in groups for one in group]
+    for one in ones:
+        one.batch.extend(ones)
     assert_telling(name, groups)
     losses = [globals()[plain(name)](one, group).mean() for group in groups for one in group]
     loss = torch.stack(losses).mean()
-    models["student"].zero_grad()
+    student.zero_grad()
     loss.backward()
-    norm = math.sqrt(sum(float(each.grad.square().sum()) for each in models["student"].parameters()))
+    norm = math.sqrt(sum(float(each.grad.square().sum()) for each in student.parameters()))
     off = trained["train/loss"] - loss.item(), trained["train/grad_norm"] / norm - 1
     sys.stdout.write(f"{name}: loss {loss.item():.7f}, off by {off[0]:.1e}; gradient {norm:.5f}, by {off[1]:.1e}\n")
-    assert trained["train/loss"] == pytest.approx(loss.item(), abs=2e-6)
+    assert trained["train/loss"] == pytest.approx(loss.item(), abs=near)
     assert trained["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
