@@ -195,6 +195,14 @@ def _mask(where: BoolArray, tokens: int) -> BoolArray:
     return where
 
 
+def policy_tokens(sample: Supervision) -> BoolArray:
+    """Return where (T,) a student sampled a token that may have a policy term."""
+    found = np.full(len(sample.response_ids), sample.version is not None)
+    for span in sample.version_spans:
+        found[span.start : span.end] = span.version is not None
+    return found if sample.policy_mask is None else found & sample.policy_mask
+
+
 def revised(sample: Sample, metrics: Mapping[str, float] | None = None, **terms: Any) -> Sample:
     """Return a sample with other terms (fields of `Supervision`), and with these `metrics` too. For `revise`."""
     assert sample.supervision is not None
@@ -215,14 +223,17 @@ Term = TypeVar("Term", Pull, SoftTargets)
 
 
 def weighted(term: Term, weight: npt.ArrayLike) -> Term:
-    """Return a pull or soft targets whose weights are multiplied. `weight` is a number or (T,) over the response."""
+    """Return a pull or soft targets whose weights are multiplied. `weight` is a number or (T,) over the response.
+
+    Weights of 0 stay 0, whatever `weight` is there.
+    """
     if isinstance(term, Pull):
         own = np.ones_like(term.logprobs) if term.weights is None else term.weights
         factors = np.asarray(weight)
     else:
         own = term.weights
         factors = np.asarray(weight) if np.ndim(weight) == 0 else np.asarray(weight)[term.positions]
-    return msgspec.structs.replace(term, weights=(own * factors).astype(np.float32))
+    return msgspec.structs.replace(term, weights=np.where(own == 0, 0, own * factors).astype(np.float32))
 
 
 def cells(targets: SoftTargets, rows: LiveRows) -> tuple[Float64Array, Float64Array]:
@@ -233,7 +244,8 @@ def cells(targets: SoftTargets, rows: LiveRows) -> tuple[Float64Array, Float64Ar
     """
     kind, log_q = targets.divergence or Divergence(), np.maximum(rows.logprobs.astype(np.float64), LEAST_NATS)
     if kind.is_conditional:
-        log_q = np.log(renormalised(log_q / kind.temperature))
+        inside = log_q / kind.temperature - (log_q / kind.temperature).max(axis=1, keepdims=True)
+        log_q = inside - np.log(np.exp(inside).sum(axis=1, keepdims=True))
     probabilities = targets.probabilities.astype(np.float64)
     if targets.has_tail_cell:
         tails = np.zeros(len(probabilities)) if targets.tails is None else targets.tails

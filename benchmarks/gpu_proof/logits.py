@@ -106,7 +106,7 @@ def selected(hidden: Tensor, weight: Tensor, ids: Tensor, rows: int = EXACT_ROWS
         )
         for at in starts
     ]
-    found = torch.cat([each for each, _ in selected_logprobs(hidden, weight, None, own, 1.0)])
+    found = torch.cat([each for each, *_ in selected_logprobs(hidden, weight, None, own, 1.0)])
     return (found.detach(), *torch.autograd.grad(found.sum(), [hidden, weight]))
 
 

@@ -7,6 +7,7 @@ ours:  pulls = (pull(score(y), (H_S >= quantile of the batch) / share),), H_S of
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import Field
 
 import spot_async as spot
 from spot_async.protocols import PromptStages
@@ -14,7 +15,7 @@ from spot_async.protocols import PromptStages
 
 class Tip:
     class Settings(spot.PluginSettings):
-        share: float = 0.5
+        share: float = Field(0.5, gt=0, le=1)
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
         self.share = settings.share
@@ -33,5 +34,5 @@ class Tip:
             assert sample.supervision is not None
             kept = live.entropy >= least  # false where it is NaN
             pulls = [spot.weighted(each, kept / self.share) for each in sample.supervision.pulls]
-            samples.append(spot.revised(sample, {"tip/kept": float(kept.mean())}, pulls=tuple(pulls)))
+            samples.append(spot.revised(sample, {"tip/kept": float(kept[live.where].mean())}, pulls=tuple(pulls)))
         return samples

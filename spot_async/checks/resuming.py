@@ -17,7 +17,7 @@ from spot_async.types import Prompt, PromptSource
 
 DIGEST_BYTES = 16
 # Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it lasts.
-FREE = (
+MAY_CHANGE = (
     "version",
     "run.directory",
     "run.samples_every",
@@ -62,7 +62,7 @@ FREE = (
     ),
 )
 _OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
-FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
+MAY_CHANGE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 
 def digest_of_keys(config: Config) -> str:
@@ -115,17 +115,17 @@ def _deciding(config: Config) -> Mapping[str, Any]:
     tree = config.model_dump(mode="json")
     if isinstance(sets := tree["data"]["train"], list):
         tree["data"]["train"] = dict(enumerate(sets))
-    return {key: value for key, value in leaves(tree) if not _is_free(key)}
+    return {key: value for key, value in leaves(tree) if not _may_change(key)}
 
 
-def _is_free(key: str) -> bool:
+def _may_change(key: str) -> bool:
     key = _OF_SET.sub("", key)  # as of the run's own verifier
     parts = key.split(".")
     if parts[0] == "stages":
-        return parts[-1] in FREE_OF_A_STAGE
+        return parts[-1] in MAY_CHANGE_OF_A_STAGE
     if parts[0] == "teachers":
         key = ".".join(["teacher", *parts[2:]])
-    return any(key == each or key.startswith(f"{each}.") for each in FREE)
+    return any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
 
 
 def _digest(value: Any) -> str:

@@ -101,7 +101,8 @@ class TrainingConfig(Section):
     behavior: Literal["served", "recomputed"] | None = Field(
         None,
         description="pi_old in ratios and advantages: as the inference server reported it (`served`), or recomputed by "
-        "the trainer before an iteration's first update; default: `served` with `max_staleness: 0`, else `recomputed`",
+        "the trainer before an iteration's first update; default: `served` with `max_staleness: 0` and a policy "
+        "without `revise`, else `recomputed`",
     )
     importance_cap: PositiveFloat | None = Field(
         None,

@@ -15,9 +15,9 @@ unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -35,13 +35,22 @@ from spot_async.stages.stages import Stages
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.types import LiveBatch, Prompt, Supervision, WeightVersion
 
+T = TypeVar("T")
+
 # So many problems given up without an answer, with no prompt finished in between, mean that the endpoint is down.
 UNANSWERED_IN_A_ROW = 3
 
 
+Compute = Callable[..., Awaitable[Any]]  # calls a function with what follows it; `in_thread` in a run
+
+
+async def at_once(function: Callable[..., T], *given: Any) -> T:
+    return function(*given)
+
+
 @dataclass(frozen=True)
 class OrchestratorSettings:
-    """The numbers that an orchestrator needs: from the configuration, and from what was planned with it."""
+    """What an orchestrator needs to know: from the configuration, and from what was planned with it."""
 
     iterations: int
     batch_size: int
@@ -53,6 +62,7 @@ class OrchestratorSettings:
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
     teacher_lag: int = 0  # iterations by which a teacher that follows the student may lag behind what it serves
+    compute: Compute = at_once  # how a policy's numpy is done that may take long
 
 
 class Orchestrator:
@@ -295,7 +305,7 @@ class Orchestrator:
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             report = await self._trainer.train(number - 1, trained)
-            self.book.trained(batch)
+            self.book.trained(taught)
             self._changed.set()
             self._trained = report.snapshot.version
             written = group.create_task(self._trainer.published(number), name=f"weights {number}")
@@ -320,8 +330,8 @@ class Orchestrator:
         self._check_feed(supervision)
         live = await self._trainer.look(iteration, supervision)
         progress = iteration / self._settings.iterations
-        asked = LiveBatch(samples=drafts, live=live, iteration=iteration, progress=progress)
-        given = iter(revise(self._policy, asked))
+        asked = LiveBatch(samples=tuple(drafts), live=tuple(live), iteration=iteration, progress=progress)
+        given = iter(await self._settings.compute(revise, self._policy, asked))
         return [
             (ordinal, [sample if sample.supervision is None else next(given) for sample in group])
             for ordinal, group in batch

@@ -12,7 +12,7 @@ from pathlib import Path
 from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
-from spot_async.base.tasks import Opened
+from spot_async.base.tasks import Opened, in_thread
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -142,6 +142,7 @@ def make_orchestrator(
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
             max_dead_share=config.run.max_dead_share,
             teacher_lag=config.teacher_lag,
+            compute=in_thread,
         ),
         prompts=plan.schedule,
         policy=plan.policy,

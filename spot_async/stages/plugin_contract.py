@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from spot_async.base.retry import VERIFY_ATTEMPTS
@@ -51,13 +52,15 @@ def is_ours(plugin: object) -> bool:
 
 
 def check_policy(policy: Any, kind: str) -> None:
-    """Raise ConfigError unless a policy has `needs` and a method `supervise`."""
+    """Raise ConfigError unless a policy has `needs` and a method `supervise`, and `revise` is none that waits."""
     name = f"policy.kind={kind}: {type(policy).__name__}"
     needs = getattr(policy, "needs", None)
     if not isinstance(needs, PolicyNeeds):
         raise ConfigError(f"{name}.needs is {_shown(needs)}: give it a property `needs` that returns PolicyNeeds(...)")
     if not callable(getattr(policy, "supervise", None)):
         raise ConfigError(f"{name} has no method `supervise`: give it `async def supervise(self, prompt, stages)`")
+    if inspect.iscoroutinefunction(getattr(policy, "revise", None)):
+        raise ConfigError(f"{name}.revise is a coroutine; it asks no server: write it as `def`")
 
 
 async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
@@ -90,8 +93,8 @@ def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
     Raise PluginError if it returns others, changes more than their terms, or raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.revise"
-    if inspect.iscoroutinefunction(policy.revise):
-        raise PluginError(f"{name} is a coroutine; it asks no server: write it as `def`")
+    for each in (*(sample.supervision for sample in batch.samples), *batch.live):
+        _make_read_only(each)
     try:
         samples = policy.revise(batch)
     except Exception as error:
@@ -119,10 +122,25 @@ def _check_revision(name: str, draft: Supervision, found: Supervision) -> None:
         for field in Supervision.__struct_fields__
         if field not in REVISED and not _are_equal(getattr(draft, field), getattr(found, field))
     ]
-    if not {*_versions(found)} <= {None, *_versions(draft)}:
-        changed.append("the version of a term")
     if changed:
-        raise PluginError(f"{name} changed {changed[0]} of {draft.problem_id}; change terms alone")
+        raise PluginError(
+            f"{name} changed {changed[0]} of {draft.problem_id}; change terms alone, and return samples in their order"
+        )
+    if not {*_versions(found)} <= {None, *_versions(draft)}:
+        raise PluginError(f"{name} gave {draft.problem_id} a term of other weights of a teacher that follows")
+
+
+def _make_read_only(value: object) -> None:
+    """Let no array be changed in place: the ledger has the drafts, which a resumed run revises again."""
+    match value:
+        case np.ndarray():
+            value.setflags(write=False)
+        case tuple():
+            for each in value:
+                _make_read_only(each)
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                _make_read_only(getattr(value, name))
 
 
 def _versions(supervision: Supervision) -> list[WeightVersion | None]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from spot_async.base.tasks import Opened
 from spot_async.errors import VersionMismatchError
+from spot_async.terms import policy_tokens
 from spot_async.types import (
     Capabilities,
     FinishReason,
@@ -229,16 +230,19 @@ class SimulatedTrainer:
 
 
 def simulated_live(sample: Supervision) -> Live:
-    """Return what a simulated student says: of sampled tokens what was served, and that all tokens are as likely."""
-    where = np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
-    known = [np.where(where, each, np.float32(np.nan)) for each in (sample.behavior_logprobs, np.log(VOCAB_SIZE))]
-    logprobs, entropy = (each.astype(np.float32) for each in known)
+    """Return what a simulated student says: of sampled tokens what was served, and that all tokens are as likely.
+
+    Its entropies differ by token, so that a policy which goes by them can be tested.
+    """
+    where = policy_tokens(sample)
+    nats = np.log(VOCAB_SIZE) * np.abs(np.sin(1.0 + sample.response_ids))
+    known = [np.where(where, each, np.nan).astype(np.float32) for each in (sample.behavior_logprobs, nats)]
     rows = []
     for targets in sample.soft_targets:
         others = max(VOCAB_SIZE - targets.token_ids.shape[1], 1e-3)
-        nats = np.full(targets.token_ids.shape, -np.log(VOCAB_SIZE), np.float32)
-        rows.append(LiveRows(logprobs=nats, tail_logprobs=np.full(len(nats), np.log(others / VOCAB_SIZE), np.float32)))
-    return Live(logprobs=logprobs, entropy=entropy, where=where, rows=tuple(rows))
+        even = np.full(targets.token_ids.shape, -np.log(VOCAB_SIZE), np.float32)
+        rows.append(LiveRows(logprobs=even, tail_logprobs=np.full(len(even), np.log(others / VOCAB_SIZE), np.float32)))
+    return Live(logprobs=known[0], entropy=known[1], where=where, rows=tuple(rows))
 
 
 def generation(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
+from spot_async.terms import policy_tokens
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
 from spot_async.types import (
@@ -286,9 +287,7 @@ def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) ->
             of_it = slice(row, row := row + len(each.positions))
             own_width = candidates[of_it, : each.token_ids.shape[1]].reshape(each.token_ids.shape)
             rows.append(LiveRows(logprobs=own_width.copy(), tail_logprobs=tails[of_it].copy()))
-        where = _steps(sample) >= 0
-        if sample.policy_mask is not None:
-            where &= sample.policy_mask
+        where = policy_tokens(sample)
         own_logprobs, entropy = (np.where(where, each[own], np.float32(np.nan)) for each in (logprobs, entropies))
         found.append(Live(logprobs=own_logprobs, entropy=entropy, where=where, rows=tuple(rows)))
     return found

@@ -242,7 +242,7 @@ def _gradient(
         for here, others in block.tails(of_logits, 0.0):
             further.index_add_(0, block.tail_rows[here], others.mul_(factors[here, None]))
     if block.wants_entropies:  # d entropy / d logit(w) = -p(w) log p(w) - p(w) entropy
-        of_entropies = torch.special.entr(of_logits).sub_(of_logits * entropies[:, None])
+        of_entropies = torch.special.entr(of_logits).addcmul_(of_logits, entropies[:, None], value=-1)
         further = _added(further, of_entropies.mul_(given.entropies[:, None]))
     of_logits.mul_(-of_row[:, None])
     if further is not None:

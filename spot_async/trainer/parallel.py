@@ -43,7 +43,7 @@ from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.groups import Ranks
 from spot_async.trainer.messages import NODES_VARIABLE, STORE_PORT_VARIABLE
 
-Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]
+Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
 Sharding = Literal["none", "fsdp2"]
 
@@ -287,9 +287,9 @@ class Strategy:
         fill(device)
         module.to(device)
 
-        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                logprobs: tuple[Tensor, Tensor, Tensor] = module(batch)
+                logprobs: tuple[Tensor, Tensor, Tensor, Tensor] = module(batch)
                 return logprobs
 
         return forward

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from spot_async.base import wire
+from spot_async.loop.admission import PromptState
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.simulation import policy_context, simulated_run
 
@@ -49,6 +50,9 @@ def test_it_is_told_of_each_sample_in_the_order_of_admission_and_what_it_leaves_
         for sample, live in zip(batch.samples, batch.live, strict=True):
             assert live.logprobs.shape == live.entropy.shape == sample.supervision.response_ids.shape
         assert [each.prompt_ordinal for each in trained] == [o for n, o in enumerate(ordinals) if n % 3]
+    left_out = sum(len(batch.samples) - len(trained) for batch, trained in zip(policy.told, run.batches, strict=True))
+    assert run.orchestrator.book.count(PromptState.LEFT_OUT) == left_out
+    assert run.orchestrator.book.count(PromptState.TRAINED) == sum(map(len, run.batches))
 
 
 def test_nothing_is_asked_of_a_batch_without_supervision() -> None:

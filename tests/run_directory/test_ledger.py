@@ -114,7 +114,7 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
     Ledger.open(older).close()
     with closing(sqlite3.connect(older / FILE)) as connection, connection:
         connection.execute("update about set value = 1")
-    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 3 only: finish the run"):
+    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 4 only: finish the run"):
         Ledger.open(older)
     with pytest.raises(DataError, match="has format 99, newer than this spot-async can read"):
         Ledger.open(newer)

@@ -103,6 +103,14 @@ def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch,
     assert targets.sum(axis=1) == pytest.approx(1, abs=1e-4)
 
 
+def test_a_second_word_on_simulated_services(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    runpy.run_path("second_word.py", run_name="__main__")
+    taught, words = capsys.readouterr().out.split(maxsplit=1)
+    assert int(taught) > 0
+    assert words == "samples teach something\n"
+
+
 def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads, trainer_on_thread):
     run = folder / "own_run"
     monkeypatch.chdir(folder)

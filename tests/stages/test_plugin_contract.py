@@ -142,12 +142,12 @@ def with_terms(sample: Any, **terms: Any) -> Any:
         (
             Revises(lambda batch: [with_terms(each, behavior_logprobs=np.zeros(9)) for each in batch.samples]),
             None,
-            "policy Revises.revise changed behavior_logprobs of p0; change terms alone",
+            "policy Revises.revise changed behavior_logprobs of p0; change terms alone, and return samples in",
         ),
         (
             Revises(lambda batch: batch.samples[::-1]),
             None,
-            "policy Revises.revise changed prompt_ordinal of p0; change terms alone",
+            "policy Revises.revise changed prompt_ordinal of p0; change terms alone, and return samples in",
         ),
         (
             Revises(lambda batch: [with_terms(each, pulls=[]) for each in batch.samples]),
@@ -162,9 +162,13 @@ def with_terms(sample: Any, **terms: Any) -> Any:
         (
             Revises(lambda batch: batch.live[99]),
             None,
-            f"policy Revises.revise raised IndexError: list index out of range, at {__file__}:",
+            f"policy Revises.revise raised IndexError: tuple index out of range, at {__file__}:",
         ),
-        (RevisesLater(), None, "policy RevisesLater.revise is a coroutine; it asks no server: write it as `def`"),
+        (
+            Revises(lambda batch: batch.samples[0].supervision.behavior_logprobs.sort()),
+            None,
+            "policy Revises.revise raised ValueError: sort array is read-only, at",
+        ),
         (Raises(), None, f"policy Raises.supervise raised ZeroDivisionError: division by zero, at {__file__}:"),
         (Theirs(), RaisesToo(), f"verifier RaisesToo.verify raised KeyError: 'answer', at {__file__}:"),
         (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),
@@ -246,3 +250,5 @@ def test_a_policy_without_needs_or_supervise_is_refused_before_anything_starts()
         check_policy(SimpleNamespace(supervise=print), "mine:P")
     with pytest.raises(ConfigError, match="no method `supervise`"):
         check_policy(SimpleNamespace(needs=PolicyNeeds()), "mine:P")
+    with pytest.raises(ConfigError, match=r"RevisesLater\.revise is a coroutine; it asks no server: write it as `def`"):
+        check_policy(RevisesLater(), "mine:RevisesLater")

@@ -13,11 +13,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spot_async.base import wire
-from spot_async.terms import difference
+from spot_async.terms import (
+    cells,
+    difference,
+    forward_kl,
+    jsd,
+    retargeted,
+    reverse_kl,
+    reverse_skew,
+    skew,
+    soft_targets,
+    weighted,
+)
 from spot_async.trainer import model as trainer_model
+from spot_async.trainer.batching import collate
+from spot_async.trainer.divergence import Cells
+from spot_async.trainer.feed_check import check_arrays
 from spot_async.trainer.messages import Batch, Look, LookShare
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Live, Supervision
+from spot_async.types import Divergence, Live, LiveRows, Pull, SoftTargets, Supervision
 
 TEMPERATURE = 0.8
 
@@ -106,3 +120,58 @@ def test_a_pull_and_its_difference_as_an_advantage_train_alike(
         trainer.train(Batch(0, tuple(samples)))
     for one, other in zip(pulled.model.parameters(), given.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+KINDS = [
+    *(None, forward_kl(), reverse_kl(), jsd(0.3), skew(0.1), reverse_skew(0.2)),
+    *(forward_kl(is_conditional=True), Divergence(reverse=1.0, is_conditional=True, clip=0.3)),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("has_tail", [True, False])
+def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(kind: Any, has_tail: bool) -> None:
+    generator = np.random.default_rng(3)
+    logprobs = np.log(generator.dirichlet(np.full(9, 0.4), size=5)).astype(np.float32)
+    student = np.log(generator.dirichlet(np.full(9, 0.4), size=5))
+    ids = np.stack([generator.permutation(9)[:4] for _ in range(5)]).astype(np.int32)
+    own, theirs = (np.take_along_axis(each, ids, axis=1) for each in (logprobs, student))
+    rest = np.log1p(-np.exp(theirs).sum(axis=1))
+    has_tail = has_tail and not (kind and kind.is_conditional)
+    targets = soft_targets(np.arange(5), ids, own, np.ones(5), kind, has_tail=has_tail)
+    rows = LiveRows(logprobs=theirs.astype(np.float32), tail_logprobs=rest.astype(np.float32))
+    log_p, log_q = cells(targets, rows)
+
+    batch = collate([of_targets(targets)], is_packed=True)
+    given = torch.from_numpy(rows.logprobs), torch.from_numpy(rows.tail_logprobs)
+    found = Cells.of(batch.soft, *given)
+    width = log_p.shape[1]
+    assert found.exist[:, :width].all()
+    assert not found.exist[:, width:].any()
+    np.testing.assert_allclose(log_q, found.log_q[:, :width], atol=1e-4)
+    np.testing.assert_allclose(log_p, found.log_p[:, :width], atol=1e-4)
+
+    moved = retargeted(targets, (log_p + log_q) / 2)
+    check_arrays(of_targets(moved), 9)
+    total = moved.probabilities.sum(axis=1) + (0 if moved.tails is None else moved.tails)
+    np.testing.assert_allclose(total, 1, atol=1e-6)
+    np.testing.assert_allclose(retargeted(targets, log_p).probabilities, targets.probabilities, atol=1e-6)
+
+
+def of_targets(targets: SoftTargets) -> Supervision:
+    return Supervision(
+        prompt_ordinal=0,
+        problem_id="p0",
+        prompt_ids=np.zeros(1, np.int32),
+        response_ids=np.zeros(5, np.int32),
+        behavior_logprobs=np.zeros(5, np.float32),
+        version=None,
+        soft_targets=(targets,),
+    )
+
+
+def test_a_weight_of_0_stays_0_where_the_factor_is_not_known() -> None:
+    weights = np.array([0.5, 0, 1, 0], np.float32)
+    model = Pull(logprobs=np.zeros(4, np.float32), weights=weights)
+    found = weighted(model, np.array([2, np.nan, 0.5, np.nan])).weights
+    np.testing.assert_array_equal(found, np.array([1, 0, 0.5, 0], np.float32))
