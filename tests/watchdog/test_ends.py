@@ -213,7 +213,7 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
     assert re.match(r"error: the run stalled: nothing was committed for \d+ s, and prompt 0 \(problem ", line)
     assert f"waiting.py:14 in WaitingPolicy.supervise; see {run / 'stall-report.txt'}" in line
     assert saved.startswith("nothing was trained yet")
-    assert "policy bound: no stage has anything to do, trainer idle 100 %" in out
+    assert "Policy bound: the trainer waited 100 % of the time, and no stage had anything to do" in out
     text = (run / "stall-report.txt").read_text()
     assert "prompts: 64 running, 0 queued" in text
     assert "spot_async.serving (pid " in text.split("Processes below this one")[1]
