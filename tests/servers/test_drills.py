@@ -37,7 +37,7 @@ from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.base.events import Event
 from spot_async.base.processes.guard import process_tree
 from spot_async.base.tasks import gather, watched
-from spot_async.config import ModelConfig, SamplingConfig, ServingConfig, StagesConfig
+from spot_async.config import ModelConfig, SamplingConfig, ServingConfig
 from spot_async.errors import DeadlineExceededError, PoisonedReplyError, RequestError
 from spot_async.loop.events import PromptEnded
 from spot_async.loop.orchestrator import Orchestrator
@@ -134,7 +134,6 @@ async def orchestrated(
                 "student": await student.capabilities(deadline=deadline),
                 "teacher": await teacher.capabilities(deadline=deadline),
             },
-            limits=StagesConfig(timeout_s=10.0),
             sampling=SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS),
             iterations=iterations,
             batch_size=BATCH,
@@ -142,6 +141,8 @@ async def orchestrated(
             weight_update_timeout_s=TIMEOUT_S,
             max_dead_share=1.0,
         )
+        (scores,) = (each for each in run.stages.all if each.name == "score")
+        scores._timeout_s = scores._attempt_timeout_s = 10.0  # one that never comes is given up soon
         run.stages.events.subscribe(publisher)
         yield run.orchestrator
 

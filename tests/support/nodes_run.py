@@ -67,7 +67,7 @@ class NodesRun:
     """A run of node 0 on the first machine and node 1 on the second, which does not see the first one's disk."""
 
     def __init__(
-        self, place: Sequence[Machine], directory: Path, keys: Sequence[str], heartbeat_timeout_s: float
+        self, place: Sequence[Machine], directory: Path, keys: Sequence[str], heartbeat_timeout_s: float = 60.0
     ) -> None:
         self.place = place
         self._heartbeat_timeout_s = heartbeat_timeout_s
