@@ -178,7 +178,7 @@ class StudentTrainer:
     def look(self, update: UpdateShare) -> dict[int, Live]:
         """Return what the student says now of this rank's samples, by their places in the batch.
 
-        The ranks do it together, with one pass over the batch.
+        The ranks do it together, with one pass over the batch. Only a step or a publish shards all weights again.
         """
         found: dict[int, Live] = {}
         for places, samples in zip(update.passes, update.micro_batches, strict=True):

@@ -4,7 +4,7 @@
     node 0 -> node k   Welcome    it has joined
     node 0 -> node k   Refused    why it cannot join
     node 0 -> node k   Begin      start this node's ranks
-    node k -> node 0   Ended      its ranks' launcher has ended
+    node k -> node 0   Ended      its ranks have ended
     node 0 -> node k   Stop       end the ranks; the next Begin may come
     node k -> node 0   Leaving    somebody stops this node
     node 0 -> node k   Over       the run has ended
