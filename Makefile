@@ -44,9 +44,9 @@ reproduction: install
 	$(BIN)/python experiments/mechanism/run.py runs/reproduction
 	$(BIN)/python experiments/mechanism/run.py runs/where --part three
 
-# As many at a time as there are cores, or as memory is enough for: WORKERS=2 says another number. Each file as a whole:
-# tests of a file share the runs and servers that they started. In the order of their names: by their number of tests, as
-# xdist would have it, those with one long test come last, and one worker waits.
+# One more at a time than there are cores, or as memory is enough for: WORKERS=2 says another number. Each file as a
+# whole: tests of a file share the runs and servers that they started. In the order of their names: by their number of
+# tests, as xdist would have it, those with one long test come last, and one worker waits.
 WORKERS ?=
 PYTEST = workers=$$($(BIN)/python tests/support/workers.py "$(WORKERS)") && \
 	$(BIN)/python -m pytest -n $$workers --dist loadfile --no-loadscope-reorder

@@ -106,9 +106,9 @@ def test_tests_add_to_an_installed_checkout_only_what_they_need_and_install_all_
 
 @pytest.mark.parametrize(
     ("given", "cores", "free_bytes", "expected"),
-    [("", 8, 99 << 30, 8), ("", 8, 3 * BYTES_OF_ONE + 1, 3), ("", 2, 1 << 20, 1), ("5", 2, 1 << 20, 5)],
+    [("", 8, 99 << 30, 9), ("", 8, 3 * BYTES_OF_ONE + 1, 3), ("", 2, 1 << 20, 1), ("5", 2, 1 << 20, 5)],
 )
-def test_as_many_tests_run_at_a_time_as_there_are_cores_and_memory_for_unless_a_number_is_given(
+def test_one_test_more_than_cores_runs_at_a_time_where_memory_is_enough_unless_a_number_is_given(
     given, cores, free_bytes, expected
 ):
     assert workers(given, cores, free_bytes) == expected

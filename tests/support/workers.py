@@ -10,9 +10,12 @@ BYTES_OF_ONE = 2 << 30  # of a worker, with the servers and ranks that a test of
 
 
 def workers(given: str, cores: int, free_bytes: int) -> int:
-    """Return the number that was given, or that of the cores where memory is enough. Raises ValueError."""
+    """Return the number that was given, or one more than cores where memory is enough. Raises ValueError.
+
+    More than a quarter of the time a test waits for processes that it started: the one beyond the cores fills it.
+    """
     if not given:
-        return max(1, min(cores, free_bytes // BYTES_OF_ONE))
+        return max(1, min(cores + 1, free_bytes // BYTES_OF_ONE))
     if not (given.isascii() and given.isdecimal() and int(given)):
         raise ValueError(f"WORKERS={given}: give the number of tests at a time, 1 or more, or leave it out")
     return int(given)
