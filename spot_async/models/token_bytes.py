@@ -1,0 +1,63 @@
+"""The bytes of each id of a tokenizer, byte-level or SentencePiece, as all current language models have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from spot_async.errors import ConfigError
+from spot_async.types import BoolArray
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenBytes:
+    """The tables of one tokenizer. Raises ConfigError for one of another kind."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self.bytes_of: list[bytes | None] = [None] * vocab_size  # None for ids without a token
+        self.special: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
+        self.names: list[str | None] = [None] * vocab_size  # as the vocabulary has them
+        added = tokenizer.added_tokens_decoder
+        to_bytes = _byte_reader(tokenizer)
+        for name, token_id in tokenizer.get_vocab().items():
+            if token_id >= vocab_size:
+                continue
+            self.names[token_id] = name
+            self.bytes_of[token_id] = name.encode() if token_id in added else to_bytes(name)
+            self.special[token_id] = token_id in added and added[token_id].special
+        self.special_texts = tuple(text for text in np.array(self.bytes_of, dtype=object)[self.special] if text)
+
+
+def _byte_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes | None]:
+    """Return a function from a token's name in the vocabulary to its bytes. Raises ConfigError for other tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = msgspec.json.decode(backend.to_str()) if backend is not None else {}
+    decoder = model.get("decoder") or {}
+    kinds = {each.get("type") for each in [decoder, *decoder.get("decoders", [])]}
+    if "ByteLevel" in kinds:
+        alphabet = _byte_level_alphabet()
+        return lambda name: bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else None
+    if "ByteFallback" in kinds:
+        return _sentencepiece_bytes
+    raise ConfigError(
+        f"{tokenizer.name_or_path}: only byte-level and SentencePiece tokenizers say which bytes a token has, and this "
+        "is neither"
+    )
+
+
+def _sentencepiece_bytes(name: str) -> bytes:
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte for each character: printable bytes stand for themselves, others are moved up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(moved)}
