@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.models.chunks import chunk_means, chunk_shares, chunk_sums, whole_chunks
 from spot_async.models.common_vocabulary import tails_with
 from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.types import (
@@ -77,20 +78,21 @@ def pull(
 ) -> Pull:
     """Return a pull towards a model, of its scores or log-probabilities (T,).
 
-    `weight` is a number or (T,). `clip` limits the difference to log pi_old, before the weight. Tokens that the scores
-    do not know have weight 0.
+    `weight` is a number or (T,), of which a chunk takes the mean. `clip` limits the difference to log pi_old, before
+    the weight. Tokens that the scores do not know have weight 0.
     """
     if isinstance(model, TokenScores):
-        logprobs, valid, version = model.logprobs, model.valid, model.version
+        logprobs, valid, version, chunks = model.logprobs, model.valid, model.version, model.chunks
     else:
-        logprobs, valid, version = model, None, None
-    weights = np.broadcast_to(np.asarray(weight, dtype=np.float32), logprobs.shape)
+        logprobs, valid, version, chunks = model, None, None, None
+    weights = chunk_means(np.broadcast_to(np.asarray(weight, dtype=np.float32), logprobs.shape), chunks)
     is_plain = valid is None and np.ndim(weight) == 0 and weight == 1.0
     return Pull(
         logprobs=logprobs,
         weights=None if is_plain else np.where(True if valid is None else valid, weights, np.float32(0)),
         clip=clip,
         version=version,
+        chunks=chunks,
     )
 
 
@@ -213,10 +215,17 @@ def revised(sample: Sample, metrics: Mapping[str, float] | None = None, **terms:
 def difference(model: Pull, live: Live) -> FloatArray:
     """Return `log q - log pi` (T,) of the student in training, without the pull's weights and clip.
 
-    It is what the trainer makes of the pull. It is 0 where there is no policy term, or where the pull has weight 0.
+    It is what the trainer makes of the pull, each token's part of a chunk too. It is 0 where there is no policy term,
+    or where the pull has weight 0.
     """
-    where = live.where if model.weights is None else live.where & (model.weights != 0)
-    return np.where(where, model.logprobs - live.logprobs, np.float32(0))
+    where = whole_chunks(live.where, model.chunks)
+    if model.weights is not None:
+        where = where & (model.weights != 0)
+    differences = np.where(where, model.logprobs - live.logprobs, np.float32(0))
+    if model.chunks is None:
+        return differences
+    shares = chunk_shares(np.where(where, live.logprobs, np.float32(0)), model.chunks)
+    return np.where(where, shares * chunk_sums(differences, model.chunks), 0).astype(np.float32)
 
 
 Term = TypeVar("Term", Pull, SoftTargets)
@@ -225,11 +234,12 @@ Term = TypeVar("Term", Pull, SoftTargets)
 def weighted(term: Term, weight: npt.ArrayLike) -> Term:
     """Return a pull or soft targets whose weights are multiplied. `weight` is a number or (T,) over the response.
 
-    Weights of 0 stay 0, whatever `weight` is there.
+    Weights of 0 stay 0, whatever `weight` is there. A pull's chunk takes the mean of its tokens' weights.
     """
     if isinstance(term, Pull):
         own = np.ones_like(term.logprobs) if term.weights is None else term.weights
-        factors = np.asarray(weight)
+        factors = np.where(own == 0, 0, np.asarray(weight))  # which may be no number where nothing is known
+        factors = chunk_means(factors, term.chunks)
     else:
         own = term.weights
         factors = np.asarray(weight) if np.ndim(weight) == 0 else np.asarray(weight)[term.positions]

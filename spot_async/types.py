@@ -252,6 +252,9 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     # (T,) of all tokens outside the row's top-k together; minus infinity where there are none, or next to none. None:
     # the server does not say. What the top-k's probabilities leave of 1 would be rounding where the model is sure.
     tail_logprobs: FloatArray | None = None
+    # (T,) of a teacher that reads in its own tokens: the number of each token's chunk, ascending; -1 where nothing is
+    # known. Only the sums of `logprobs` over a chunk are the teacher's, in even parts. None: each token is a chunk.
+    chunks: IntArray | None = None
 
     @property
     def known(self) -> BoolArray:
@@ -285,12 +288,16 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
 
     It adds `weights * clip(logprobs - log pi_old)` to the advantages. The trainer computes that, because log pi_old is
     not known yet where `training.behavior` recomputes it. What the model said must not change while the sample waits.
+
+    With chunks (`models/chunks.py`) a difference is that of a chunk's sums. Its tokens share it in proportion to
+    log pi_old, so that all of them are pulled the same way.
     """
 
     logprobs: FloatArray  # (T,)
     weights: FloatArray | None = None  # (T,) None: 1
     clip: tuple[float, float] | None = None  # the least and the most of the difference, in nats; may be infinite
     version: WeightVersion | None = None  # which weights of a teacher that follows the student; None: it never changes
+    chunks: IntArray | None = None  # (T,) as in `TokenScores`
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spot_async.errors import ConfigError
+from spot_async.models.chunks import UNKNOWN
 from spot_async.models.common_vocabulary import EndScore
 from spot_async.models.token_bytes import TokenBytes
 from spot_async.types import IntArray
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-UNKNOWN = -1  # in place of a chunk
 SENTINELS = ("\n", ".", "x")
 
 

@@ -39,7 +39,7 @@ from spot_async.spending.run_spending import metered
 from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
-FORMAT = 4  # 2: supervision is a sum of pulls and targets; 3: targets may have baselines; 4: entropies a bonus
+FORMAT = 4  # 2: supervision is a sum of pulls and targets; 3: targets may have baselines; 4: a bonus; 5: chunks
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
+from spot_async.models.chunks import SURE_NATS, UNKNOWN, whole_chunks
 from spot_async.terms import policy_tokens
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
@@ -136,14 +137,30 @@ class Pulls(NamedTuple):
     weights: Tensor  # (J, B, T)
     least: Tensor  # (J, B, 1) limits of the differences to log pi_old, in nats
     most: Tensor  # (J, B, 1)
+    chunks: Tensor | None = None  # (J, B, T) int64: the place of the first token of each token's chunk; None: its own
 
     def differences(self, behavior_logprobs: Tensor) -> Tensor:
-        """Return `log q - log pi_old` (J, B, T), without limits."""
-        return self.logprobs - behavior_logprobs
+        """Return `log q - log pi_old` (J, B, T), of a token's whole chunk, without limits."""
+        return self._sums(self.logprobs - behavior_logprobs)
 
     def limited(self, behavior_logprobs: Tensor) -> Tensor:
         """Return the differences (J, B, T) within their limits."""
         return self.differences(behavior_logprobs).clamp(self.least, self.most)
+
+    def shares(self, behavior_logprobs: Tensor) -> Tensor:
+        """Return which part of its chunk's difference a token gets (J, B, T), as `models.chunks.chunk_shares` says."""
+        if self.chunks is None:
+            return behavior_logprobs.new_ones(())
+        own = behavior_logprobs.clamp(max=0.0).expand_as(self.logprobs)
+        total, count = self._sums(own), self._sums(torch.ones_like(own))
+        return torch.where(total < SURE_NATS, own / total.clamp(max=SURE_NATS), 1.0 / count)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """Return the sum of the values (J, B, T) in each token's chunk. In float64 their order does not matter."""
+        if self.chunks is None:
+            return values
+        sums = torch.zeros_like(values, dtype=torch.float64).scatter_add(2, self.chunks, values.double())
+        return sums.gather(2, self.chunks).to(values.dtype)
 
 
 class SoftRows(NamedTuple):
@@ -230,7 +247,8 @@ class MicroBatch:
 
 def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Tensor:
     """Return advantages (B, T): those given (B, T), and each pull's difference to log pi_old (B, T), weighted."""
-    return given + (pulls.weights * pulls.limited(behavior_logprobs)).sum(dim=0)
+    differences = pulls.shares(behavior_logprobs) * pulls.limited(behavior_logprobs)
+    return given + (pulls.weights * differences).sum(dim=0)
 
 
 def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
@@ -330,14 +348,21 @@ def _collate_pulls(samples: Sequence[Supervision], known: Sequence[BoolArray | N
     logprobs, weights = np.zeros((2, most, len(samples), width), np.float32)
     limits = np.full((2, most, len(samples), 1), np.inf, np.float32)
     limits[0] = -np.inf
+    chunks = np.broadcast_to(np.arange(width), logprobs.shape).copy()
     for i, (sample, mask) in enumerate(zip(samples, known, strict=True)):
         for j, pull in enumerate(sample.pulls):
             here = j, i, slice(len(sample.response_ids))
-            logprobs[here] = _where(mask, pull.logprobs)
-            weights[here] = _where(mask, np.ones_like(pull.logprobs) if pull.weights is None else pull.weights)
+            whole = None if mask is None else whole_chunks(mask, pull.chunks)
+            logprobs[here] = _where(whole, pull.logprobs)
+            weights[here] = _where(whole, np.ones_like(pull.logprobs) if pull.weights is None else pull.weights)
             if pull.clip is not None:
                 limits[:, j, i, 0] = pull.clip
-    return Pulls(*map(torch.from_numpy, (logprobs, weights, *limits)))
+            if pull.chunks is not None:
+                _, first, places = np.unique(pull.chunks, return_index=True, return_inverse=True)
+                chunks[here] = np.where(pull.chunks == UNKNOWN, chunks[here], first[places])
+    pulls = Pulls(*map(torch.from_numpy, (logprobs, weights, *limits)))
+    has_chunks = any(pull.chunks is not None for sample in samples for pull in sample.pulls)
+    return pulls._replace(chunks=torch.from_numpy(chunks)) if has_chunks else pulls
 
 
 def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Sequence[int]) -> dict[str, Any]:

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
+from spot_async.models.chunks import UNKNOWN
+from spot_async.types import (
+    Divergence,
+    IntArray,
+    Pull,
+    SoftTargets,
+    Supervision,
+    VersionSpan,
+    WeightVersion,
+)
 
 LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability, which rounding may put slightly above 0
 SUM_SLACK = 1e-3  # how far the sum of a target's float32 probabilities may be from 1
@@ -78,6 +87,8 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
         _check_array("pulls.logprobs", pull.logprobs, tokens, "f")
         if pull.weights is not None:
             _check_array("pulls.weights", pull.weights, tokens, "f")
+        if pull.chunks is not None:
+            _check_array("pulls.chunks", pull.chunks, tokens, "i")
     _check_coverage(each.version_spans, tokens[0])
     if each.policy_mask is not None:
         _check_array("policy_mask", each.policy_mask, tokens, "b")
@@ -123,6 +134,14 @@ def _check_pull(pull: Pull) -> None:
     if pull.clip is not None:
         least, most = pull.clip
         _require(least <= most, f"pulls.clip is from {least:g} to {most:g}")
+    if pull.chunks is not None:
+        _check_chunks(pull.chunks)
+
+
+def _check_chunks(chunks: IntArray) -> None:
+    starts = chunks[np.flatnonzero(np.diff(chunks, prepend=chunks[:1] - 1))]
+    numbers = starts[starts != UNKNOWN]
+    _require(bool((np.diff(numbers) > 0).all()), "pulls.chunks are not ascending, and a chunk's tokens stand together")
 
 
 def _check_coverage(spans: Sequence[VersionSpan], tokens: int) -> None:

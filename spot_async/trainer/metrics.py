@@ -119,7 +119,8 @@ class Tally:
         if len(batch.pulls.weights):
             pulls, behavior = batch.pulls, batch.behavior_logprobs
             active = pulls.weights != 0
-            differences, limited = pulls.differences(behavior), pulls.limited(behavior)
+            shares = pulls.shares(behavior)  # so that a chunk counts once
+            differences, limited = shares * pulls.differences(behavior), shares * pulls.limited(behavior)
             self.add(
                 pull_tokens=active.sum(),
                 pull=limited.masked_fill(~active, 0.0).sum(),

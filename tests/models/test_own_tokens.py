@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from spot_async.errors import ConfigError
-from spot_async.models.own_tokens import UNKNOWN, OwnTokens, Reading
+from spot_async.models.chunks import UNKNOWN
+from spot_async.models.own_tokens import OwnTokens, Reading
 from spot_async.models.token_bytes import TokenBytes
 
 END, START, THINK = "<|im_end|>", "<|im_start|>", "<think>"

@@ -1,0 +1,46 @@
+"""Runs of response tokens that a teacher knows only as a whole, because it reads them in tokens of its own.
+
+Chunks (T,) number them: tokens of a chunk have one number and stand together, and what is in none has `UNKNOWN`. None
+in place of them: each token is a chunk. Pure.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spot_async.types import BoolArray, Float64Array, FloatArray, IntArray
+
+UNKNOWN = -1  # in place of a chunk
+SURE_NATS = -1e-6  # a chunk of a likelier response is as good as certain, and its tokens share evenly
+
+
+def chunk_sums(values: FloatArray | Float64Array, chunks: IntArray | None) -> Float64Array:
+    """Return for each token (T,) the sum of the values (T,) in its chunk; its own value where it is in none."""
+    exact = values.astype(np.float64)
+    if chunks is None:
+        return exact
+    _, places = np.unique(chunks, return_inverse=True)
+    return np.where(chunks == UNKNOWN, exact, np.bincount(places, weights=exact)[places])
+
+
+def whole_chunks(mask: BoolArray, chunks: IntArray | None) -> BoolArray:
+    """Return where (T,) the mask (T,) is true for all tokens of the chunk. What holds for a part holds for no chunk."""
+    return mask if chunks is None else chunk_sums((~mask).astype(np.float32), chunks) == 0
+
+
+def chunk_means(values: FloatArray, chunks: IntArray | None) -> FloatArray:
+    """Return for each token (T,) the mean of the values (T,) in its chunk."""
+    if chunks is None:
+        return values
+    return (chunk_sums(values, chunks) / chunk_sums(np.ones_like(values), chunks)).astype(values.dtype)
+
+
+def chunk_shares(logprobs: FloatArray, chunks: IntArray | None) -> Float64Array:
+    """Return which part (T,) of its chunk's difference a token gets: in proportion to the student's log-probability.
+
+    Parts of a chunk sum to 1. Rounding may put a log-probability above 0, and a chunk of next to certain tokens would
+    be shared by rounding alone.
+    """
+    own = np.minimum(logprobs.astype(np.float64), 0.0)
+    total, count = chunk_sums(own, chunks), chunk_sums(np.ones_like(own), chunks)
+    return np.where(total < SURE_NATS, own / np.minimum(total, SURE_NATS), 1.0 / count)
