@@ -255,6 +255,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     # (T,) of a teacher that reads in its own tokens: the number of each token's chunk, ascending; -1 where nothing is
     # known. Only the sums of `logprobs` over a chunk are the teacher's, in even parts. None: each token is a chunk.
     chunks: IntArray | None = None
+    rows: BoolArray | None = None  # (T,) where such a teacher's top-k and entropies are known. None: where scores are
 
     @property
     def known(self) -> BoolArray:

@@ -6,12 +6,33 @@ in place of them: each token is a chunk. Pure.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from spot_async.types import BoolArray, Float64Array, FloatArray, IntArray
 
 UNKNOWN = -1  # in place of a chunk
 SURE_NATS = -1e-6  # a chunk of a likelier response is as good as certain, and its tokens share evenly
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A response as the teacher reads it. Chunks are numbered from 0 on both sides, in order and without gaps."""
+
+    ids: IntArray  # (M,) what the teacher reads, up to the end of the last chunk
+    theirs: IntArray  # (M,) the chunk of each of them
+    ours: IntArray  # (T,) the chunk of each token of the response, or UNKNOWN
+    added_ids: IntArray  # (E,) the teacher's other ends, whose probabilities belong to that of the last token
+
+    def within(self, tokens: int) -> Reading:
+        """Return the reading with those chunks alone of which the teacher reads no more than `tokens` tokens."""
+        if len(self.ids) <= tokens:
+            return self
+        chunks = int(self.theirs[tokens])  # the first that does not fit
+        kept = int(np.searchsorted(self.theirs, chunks))
+        ours = np.where(self.ours < chunks, self.ours, UNKNOWN).astype(np.int32)
+        return Reading(self.ids[:kept], self.theirs[:kept], ours, self.added_ids[:0])
 
 
 def chunk_sums(values: FloatArray | Float64Array, chunks: IntArray | None) -> Float64Array:

@@ -20,6 +20,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from spot_async.errors import ContractError
+from spot_async.models.chunks import Reading
 from spot_async.types import BoolArray, FloatArray, IntArray, ScoredPositions, TokenScores
 
 EndScore: TypeAlias = Literal["replace", "sum"]
@@ -155,6 +157,41 @@ class EndTokens:
 
     def _ends_foreign(self, response_ids: IntArray) -> bool:
         return len(response_ids) > 0 and int(response_ids[-1]) in self._foreign
+
+
+class SameTokens:
+    """Reads the responses of a student that has the same tokens, except for their ends and rows of its own."""
+
+    def __init__(self, ends: EndTokens, common: CommonVocabulary, role: str = "teacher") -> None:
+        self._ends, self._common, self._role = ends, common, role
+        self.prefix = self.stop = self.written = ends.swapped
+
+    def read(self, response_ids: IntArray, most_tokens: int | None = None) -> Reading:
+        """Return the response (T,) as the teacher scores it. The plan has seen to it that it is not too long."""
+        ids = self._ends.as_teachers(response_ids)
+        chunks = np.arange(len(ids), dtype=np.int32)
+        return Reading(ids, chunks, chunks, self._ends.summed_with_last(response_ids))
+
+    def wider(self, said: TokenScores, top_k: int, widest: int | None) -> int | None:
+        return self._common.wider(self._in_ours(said), top_k, widest, self._role)
+
+    def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
+        return self._common.known_to_all(self._in_ours(said), top_k)
+
+    def positions(self, said: ScoredPositions) -> ScoredPositions:
+        limit, rows = self._common.limit, msgspec.structs.replace(said, topk_ids=self._ends.swapped(said.topk_ids))
+        return rows if limit is None else known_positions(rows, limit)
+
+    def candidates(self, token_ids: IntArray) -> IntArray:
+        if (limit := self._common.limit) is not None and token_ids.max(initial=0) >= limit:
+            raise ContractError(
+                f"the policy asks teacher_candidates about token {token_ids.max()}, and only those below {limit} "
+                "are common to all models: leave others out by `common_candidates`; they belong to the tail"
+            )
+        return self._ends.swapped(token_ids)
+
+    def _in_ours(self, said: TokenScores) -> TokenScores:
+        return msgspec.structs.replace(said, topk_ids=self._ends.swapped(said.topk_ids))
 
 
 def with_summed_last(scores: TokenScores, logprobs: FloatArray) -> TokenScores:

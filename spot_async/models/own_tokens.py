@@ -16,36 +16,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spot_async.errors import ConfigError
-from spot_async.models.chunks import UNKNOWN
+from spot_async.errors import ConfigError, ContractError
+from spot_async.models.chunks import UNKNOWN, Reading
 from spot_async.models.common_vocabulary import EndScore
 from spot_async.models.token_bytes import TokenBytes
-from spot_async.types import IntArray
+from spot_async.types import IntArray, ScoredPositions, TokenScores
 
 if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 SENTINELS = ("\n", ".", "x")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A response as the teacher reads it. Chunks are numbered from 0 on both sides, in order and without gaps."""
-
-    ids: IntArray  # (M,) what the teacher reads, up to the end of the last chunk
-    theirs: IntArray  # (M,) the chunk of each of them
-    ours: IntArray  # (T,) the chunk of each token of the response, or UNKNOWN
-    added_ids: IntArray  # (E,) the teacher's other ends, whose probabilities belong to that of the last token
-
-    def within(self, tokens: int) -> Reading:
-        """Return the reading with those chunks alone of which the teacher reads no more than `tokens` tokens."""
-        if len(self.ids) <= tokens:
-            return self
-        chunks = int(self.theirs[tokens])  # the first that does not fit
-        kept = int(np.searchsorted(self.theirs, chunks))
-        ours = np.where(self.ours < chunks, self.ours, UNKNOWN).astype(np.int32)
-        return Reading(self.ids[:kept], self.theirs[:kept], ours, self.added_ids[:0])
+HAS_NO_ROWS = (
+    "reads in tokens of its own (tokenizer=own): it says how likely a response is, and nothing of other tokens"
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +78,8 @@ class OwnTokens:
         self._is_text = ~student.special
         self._is_text[list(self._counterparts)] = False
 
-    def read(self, response_ids: IntArray) -> Reading:
-        """Return the response (T,) in the teacher's tokens.
+    def read(self, response_ids: IntArray, most_tokens: int | None = None) -> Reading:
+        """Return the response (T,) in the teacher's tokens, in `most_tokens` of them at most.
 
         If it does not end by an end token, its last chunk is unknown: had the text gone on, the teacher might have read
         that chunk in other tokens.
@@ -115,12 +99,55 @@ class OwnTokens:
             np.where(part.ours == UNKNOWN, UNKNOWN, part.ours + first)
             for part, first in zip(parts, first_chunks, strict=False)
         )
-        return Reading(
+        whole = Reading(
             ids=_joined(part.ids for part in parts),
             theirs=_joined(part.theirs + first for part, first in zip(parts, first_chunks, strict=False)),
             ours=np.concatenate([known, np.full(len(response_ids) - len(known), UNKNOWN, np.int32)]),
             added_ids=self._other_ends if ended and is_whole else self._other_ends[:0],
         )
+        return whole if most_tokens is None else whole.within(max(0, most_tokens))
+
+    def wider(self, said: TokenScores, top_k: int, widest: int | None) -> None:
+        """Nothing but sums over chunks is read of what it says."""
+
+    def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
+        """Return the sums of chunks, in even parts, as the scores of the student's tokens. There are no rows.
+
+        A chunk is known if all tokens that the teacher read there are.
+        """
+        if top_k:
+            raise ContractError(f"the policy asks for the teacher's top-{top_k}, and it {HAS_NO_ROWS}")
+        of_chunk = np.bincount(reading.theirs, weights=said.logprobs)
+        is_known = np.bincount(reading.theirs, weights=~said.known) == 0
+        in_chunk = np.flatnonzero(reading.ours != UNKNOWN)
+        whose = reading.ours[in_chunk]
+        chunks, none = np.full(len(reading.ours), UNKNOWN, np.int32), np.zeros(len(reading.ours), np.float32)
+        chunks[in_chunk] = np.where(is_known[whose], whose, UNKNOWN)
+        logprobs = none.copy()
+        logprobs[in_chunk] = (of_chunk / np.bincount(whose, minlength=len(of_chunk)))[whose]
+        return TokenScores(
+            logprobs=logprobs,
+            topk_ids=np.zeros((len(chunks), 0), np.int32),
+            topk_logprobs=np.zeros((len(chunks), 0), np.float32),
+            entropy=none,
+            entropy_lower=none,
+            entropy_upper=none,
+            version=said.version,
+            valid=chunks != UNKNOWN,
+            chunks=chunks,
+            rows=np.zeros(len(chunks), np.bool_),
+        )
+
+    def positions(self, said: ScoredPositions) -> ScoredPositions:
+        raise ContractError(f"the policy asks the teacher for single positions, and it {HAS_NO_ROWS}")
+
+    def candidates(self, token_ids: IntArray) -> IntArray:
+        raise ContractError(f"the policy asks the teacher about chosen tokens, and it {HAS_NO_ROWS}")
+
+    def prefix(self, token_ids: IntArray) -> IntArray:
+        raise ContractError("a teacher that reads in tokens of its own (tokenizer=own) writes no responses")
+
+    stop = written = prefix
 
     def _pieces(self, ids: IntArray) -> list[IntArray]:
         """Return the ids in runs of text, and each special token by itself."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from spot_async.base.retry import RetryPolicy
 from spot_async.config import SamplingConfig, StagesConfig, teacher_role
 from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -79,6 +80,7 @@ class TeacherService:
     # As the policy's needs say. One whose responses are needed must generate.
     server: Scorer | ServicePool[Any] | None = None
     vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
+    own_tokens: OwnTokens | None = None  # how it reads a response in tokens of its own; None: in the student's
     kept_scores: KeptScores | None = None  # answers again what it was asked before
     temperature: float | None = None  # of its scores and responses; None: that of the rollouts
     render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for it of a chat

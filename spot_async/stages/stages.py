@@ -19,7 +19,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.config import StageConfig, teacher_role
 from spot_async.errors import ContractError, DataError, PermanentError
 from spot_async.models.alignment import branch_root
-from spot_async.models.common_vocabulary import EndTokens
+from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator
@@ -68,9 +68,8 @@ class Stages:
         self.settings = settings
         self.events = events or Channel()
         asked = services.teachers or {"": TeacherService()}
-        self.stop_token_ids = stop_token_ids(
-            services.vocabulary, *(each.vocabulary for each in asked.values() if each.vocabulary is not None)
-        )
+        alike = [each.vocabulary for each in asked.values() if each.vocabulary and each.own_tokens is None]
+        self.stop_token_ids = stop_token_ids(services.vocabulary, *alike)
         self.pauses = {role: UpdatePause() for role in ("student", *services.following)}
         jitter = random.Random(derive_seed(settings.seed, "retry jitter")).random
 
@@ -96,8 +95,9 @@ class Stages:
 
         def teacher(name: str, service: TeacherService) -> TeacherStages:
             server: Any = service.server
-            ends = (service.vocabulary or services.vocabulary).end_token_ids
             role = teacher_role(name)
+            same = (services.vocabulary.end_token_ids, (service.vocabulary or services.vocabulary).end_token_ids)
+            ends = EndTokens(*same, limits.score.end_token)
             return TeacherStages(
                 name=name,
                 role=role,
@@ -105,9 +105,8 @@ class Stages:
                 follows=role in services.following,
                 is_base=role in services.are_base,
                 needs=needs,
-                common=services.common,
                 capabilities=services.capabilities.get(role),
-                ends=EndTokens(services.vocabulary.end_token_ids, ends, limits.score.end_token),
+                reader=service.own_tokens or SameTokens(ends, services.common, role),
                 score=stage("score", server, limits.score, name),
                 response=stage(
                     "teacher_response", server if needs.teacher_responses else None, limits.teacher_response, name

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from spot_async.errors import ContractError, PermanentError
-from spot_async.models.common_vocabulary import CommonVocabulary, EndTokens, known_positions, with_summed_last
+from spot_async.models.chunks import Reading
+from spot_async.models.common_vocabulary import with_summed_last
 from spot_async.models.responses import foreign
 from spot_async.protocols import CandidateScorer, PositionScorer, Scorer
 from spot_async.stages.requests import PromptRequests, given, identity
@@ -44,6 +45,36 @@ class TeacherCandidates(msgspec.Struct, frozen=True):
 Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates, Generation)
 
 
+class Reader(Protocol):
+    """What a student's tokens are to a teacher, and the teacher's to the student (`SameTokens`, `OwnTokens`)."""
+
+    def read(self, response_ids: IntArray, most_tokens: int | None = None) -> Reading:
+        """Return a response (T,) as the teacher reads it, in `most_tokens` tokens at most."""
+        ...
+
+    def wider(self, said: TokenScores, top_k: int, widest: int | None) -> int | None:
+        """Return the top-k to ask for instead of `top_k`, if the student has too few of those that were served."""
+        ...
+
+    def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
+        """Return what the teacher said of the tokens that it read (M,) as scores of the student's (T,)."""
+        ...
+
+    def positions(self, said: ScoredPositions) -> ScoredPositions: ...
+
+    def candidates(self, token_ids: IntArray) -> IntArray:
+        """Return tokens of the student for the teacher to be asked about. Raises ContractError if it has none such."""
+        ...
+
+    def prefix(self, token_ids: IntArray) -> IntArray: ...
+
+    def stop(self, token_ids: IntArray) -> IntArray: ...
+
+    def written(self, token_ids: IntArray) -> IntArray:
+        """Return what the teacher wrote in the student's tokens."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherStages:
     """One teacher of a run, and what is asked of it for all prompts."""
@@ -54,9 +85,8 @@ class TeacherStages:
     follows: bool  # the student, so that its answers name their version
     is_base: bool  # of the student's servers, which are asked for it (`BaseScorer`)
     needs: PolicyNeeds
-    common: CommonVocabulary
     capabilities: Capabilities | None  # None: it offers everything
-    ends: EndTokens
+    reader: Reader
     score: Stage[Any]
     response: Stage[Any]
 
@@ -91,7 +121,7 @@ class BoundTeacher:
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
     ) -> Generation:
-        teacher, ends, prefix = self._teacher, self._teacher.ends, np.asarray(prefix_ids, np.int32)
+        teacher, reader, prefix = self._teacher, self._teacher.reader, np.asarray(prefix_ids, np.int32)
         named = (teacher.name,) if teacher.name else ()
         request = ("teacher response", *named, *identity(n, prompt_ids, prefix))
         read_ids = self._read(prompt_ids)
@@ -107,29 +137,32 @@ class BoundTeacher:
         response = await self._requests.continued(
             request,
             read_ids,
-            ends.swapped(prefix),
+            reader.prefix(prefix),
             max_tokens=max_tokens,
-            stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
+            stop=reader.stop(np.asarray(stop, np.int32)).tolist(),
             generate=generate,
         )
-        response = foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
+        response = foreign(msgspec.structs.replace(response, token_ids=reader.written(response.token_ids)))
         self._note_read(read_ids, response.token_ids)
         return response
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
-        read_ids, said, common = self._read(prompt_ids), self._teacher.capabilities, self._teacher.common
+        read_ids, offered, reader = self._read(prompt_ids), self._teacher.capabilities, self._teacher.reader
+        most = None if offered is None else offered.max_context_tokens - len(read_ids)
+        reading = reader.read(response_ids, most)
+        if len(response_ids) and not len(reading.ids):  # nothing of it is text that the teacher could read
+            return reader.scores(NOTHING_SCORED, reading, top_k)
         # A server that names tokens by text may know a response's own token where it does not know the likeliest.
-        least = 1 if said is None or said.every_position else 0
-        scores = await self._scored(read_ids, response_ids, top_k=max(least, top_k))
-        widest = said.max_top_k if said is not None else None
-        if (wider := common.wider(scores, top_k, widest, self._teacher.role)) is not None:
-            scores = await self._scored(read_ids, response_ids, top_k=wider)
+        least = 1 if offered is None or offered.every_position else 0
+        said = await self._scored(read_ids, reading, top_k=max(least, top_k))
+        widest = offered.max_top_k if offered is not None else None
+        if (wider := reader.wider(said, top_k, widest)) is not None:
+            said = await self._scored(read_ids, reading, top_k=wider)
         self._note_read(read_ids, response_ids)
-        return common.known_to_all(scores, top_k)
+        return reader.scores(said, reading, top_k)
 
-    async def _scored(self, read_ids: IntArray, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        ends = self._teacher.ends
-        scored_ids, added_ids = ends.as_teachers(response_ids), ends.summed_with_last(response_ids)
+    async def _scored(self, read_ids: IntArray, reading: Reading, *, top_k: int) -> TokenScores:
+        scored_ids, added_ids = reading.ids, reading.added_ids
 
         async def score(scorer: Any, request: ScoreRequest) -> TokenScores:
             ask = scorer.score_base if self._teacher.is_base else scorer.score
@@ -151,13 +184,13 @@ class BoundTeacher:
             lambda: self._requests.ask(stage, read_ids, scored_ids, score),
         )
         version = scores.version if self._teacher.follows else None
-        return msgspec.structs.replace(scores, topk_ids=ends.swapped(scores.topk_ids), version=version)
+        return msgspec.structs.replace(scores, version=version)
 
     async def score_at(
         self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
     ) -> ScoredPositions:
-        read_ids, ends, stage = self._read(prompt_ids), self._teacher.ends, self._scoring()
-        scored_ids = ends.as_teachers(response_ids)
+        read_ids, reader, stage = self._read(prompt_ids), self._teacher.reader, self._scoring()
+        scored_ids = reader.read(response_ids).ids
         rows = await self._kept(
             ScoredPositions,
             (read_ids, scored_ids, top_k, positions),
@@ -171,9 +204,7 @@ class BoundTeacher:
             ),
         )
         self._note_read(read_ids, response_ids)
-        rows = msgspec.structs.replace(rows, topk_ids=ends.swapped(rows.topk_ids))
-        limit = self._teacher.common.limit
-        return rows if limit is None else known_positions(rows, limit)
+        return reader.positions(rows)
 
     async def candidates(
         self,
@@ -183,13 +214,8 @@ class BoundTeacher:
         *,
         prompt_ids: IntArray | None = None,
     ) -> FloatArray:
-        teacher, ends, limit = self._teacher, self._teacher.ends, self._teacher.common.limit
-        if limit is not None and candidate_ids.max(initial=0) >= limit:
-            raise ContractError(
-                f"the policy asks teacher_candidates about token {candidate_ids.max()}, and only those below {limit} "
-                "are common to all models: leave others out by `common_candidates`; they belong to the tail"
-            )
-        scored_ids, asked_ids = ends.as_teachers(response_ids), ends.swapped(candidate_ids)
+        teacher, reader = self._teacher, self._teacher.reader
+        scored_ids, asked_ids = reader.read(response_ids).ids, reader.candidates(candidate_ids)
         read_ids = self._read(prompt_ids)
         chooser = teacher.service.server if teacher.needs.teacher_candidates else None
         stage = given(teacher.score, chooser, "teacher_candidates")
@@ -233,6 +259,17 @@ class BoundTeacher:
                 f"{stated}: write it shorter, or state more"
             )
         return prompt_ids
+
+
+NOTHING_SCORED = TokenScores(
+    logprobs=np.zeros(0, np.float32),
+    topk_ids=np.zeros((0, 0), np.int32),
+    topk_logprobs=np.zeros((0, 0), np.float32),
+    entropy=np.zeros(0, np.float32),
+    entropy_lower=np.zeros(0, np.float32),
+    entropy_upper=np.zeros(0, np.float32),
+    version=None,
+)
 
 
 def _scoring_positions(scorer: Scorer) -> PositionScorer:
