@@ -13,6 +13,7 @@ from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.protocols import PromptStages
 from spot_async.terms import on_policy, pull
 from spot_async.types import (
+    BoolArray,
     FloatArray,
     Generation,
     IntArray,
@@ -80,11 +81,11 @@ def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[s
     """
     metrics = {}
     for name, each in scores.items():
-        area, known = teacher_area(name), each.known
+        area, known, rows = teacher_area(name), each.known, each.known_rows
         if each.valid is not None:
             metrics[f"{area}/masked"] = 1.0 - float(each.valid.mean())
-        if known.any():
-            metrics[f"{area}/entropy_nats"] = float(each.entropy[known].mean())
+        if rows.any():
+            metrics[f"{area}/entropy_nats"] = float(each.entropy[rows].mean())
         if name and student is not None and (both := known & np.isfinite(student)).any():
             metrics[f"{area}/pull_nats"] = float((each.logprobs - student)[both].mean())
     return metrics
@@ -96,11 +97,14 @@ def teacher_record(scores: Scores) -> dict[str, Any]:
     One of several is named. Where several scored the response, `teachers` has the values of each.
     """
 
-    def shown(scores: TokenScores, values: FloatArray) -> FloatArray:
-        return values if scores.valid is None else np.where(scores.valid, values, np.float32(np.nan))
+    def shown(known: BoolArray, values: FloatArray) -> FloatArray:
+        return values if known.all() else np.where(known, values, np.float32(np.nan))
 
     of_each = {
-        name: {"teacher_logprobs": shown(each, each.logprobs), "teacher_entropy_nats": shown(each, each.entropy)}
+        name: {
+            "teacher_logprobs": shown(each.known, each.logprobs),
+            "teacher_entropy_nats": shown(each.known_rows, each.entropy),
+        }
         for name, each in scores.items()
     }
     if len(of_each) != 1:

@@ -112,7 +112,7 @@ def compared(
     renormalises the student too.
     """
     tokens = len(scores.logprobs)
-    positions = np.flatnonzero(scores.known if where is None else scores.known & _mask(where, tokens))
+    positions = np.flatnonzero(scores.known_rows if where is None else scores.known_rows & _mask(where, tokens))
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
     tails = tails_with(scores.tail_logprobs, scores.topk_logprobs[:, k:])

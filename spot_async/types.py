@@ -262,6 +262,11 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
         """Where something is known (T,)."""
         return np.ones(len(self.logprobs), np.bool_) if self.valid is None else self.valid
 
+    @property
+    def known_rows(self) -> BoolArray:
+        """Where top-k and entropy are known (T,)."""
+        return self.known if self.rows is None else self.known & self.rows
+
 
 class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
     """A model's distributions at a few response positions, in more detail than in `TokenScores`."""

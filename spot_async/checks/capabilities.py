@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -27,15 +28,20 @@ def check_capabilities(
     found: Mapping[str, Capabilities],
     *,
     sums_ends: Collection[str] = (),
+    own_fingerprints: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise ConfigError, with the key to change, unless running backends offer what the policy needs.
 
     `found` has what they offer, by role. `sums_ends` are the teachers of which the function `sums_ends` says so.
+    `own_fingerprints` are of teachers with tokenizers of their own, as their files have them.
     """
     student = found["student"]
     teachers = {role: each for role, each in found.items() if teacher_name(role) is not None}
     for role, other in found.items():
-        if student.vocab_fingerprint != other.vocab_fingerprint:
+        if (own := own_fingerprints.get(role)) is not None:
+            if other.vocab_fingerprint != own:
+                raise ConfigError(f"{role}.model: {role}.backend serves another vocabulary ({other.model}) than it has")
+        elif student.vocab_fingerprint != other.vocab_fingerprint:
             raise ConfigError(
                 f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
             )
@@ -79,6 +85,26 @@ def check_capabilities(
     refusals = [message for is_missing, message in missing if is_missing]
     if refusals:
         raise ConfigError("\n".join(refusals))
+
+
+def check_own_tokenizers(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError if the policy asks more of a teacher with its own tokenizer than how likely a response is."""
+    kind, roles = config.policy.kind, config.own_tokenizers
+    if not roles or not needs.teacher:
+        return
+    top_k = needs.teacher_top_k if needs.asked_top_k is None else needs.asked_top_k
+    if needs.teacher_candidates or top_k:
+        raise ConfigError(
+            f"{roles[0]}.tokenizer=own: policy {kind} asks for its distribution over the student's tokens, and such a "
+            "teacher only says how likely a response is: use opd, or in a policy of your own that asks for no more "
+            "PolicyNeeds.asked_top_k=0"
+        )
+    if needs.teacher_responses:
+        raise ConfigError(
+            f"{roles[0]}.tokenizer=own: policy {kind} lets it write responses, which such a teacher does not: leave "
+            f"{roles[0]}.tokenizer out and set {roles[0]}.model to the student's, with the name that the server knows "
+            "in backend.served_model: its texts are read in the student's tokens"
+        )
 
 
 def of_student(config: Config, student: Capabilities) -> dict[str, Capabilities]:
@@ -155,7 +181,7 @@ def longest_prompt(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, 
     if teacher_name(role) is not None:
         given["PolicyNeeds.teacher_prompt_tokens"] = needs.teacher_prompt_tokens
         if (own := config.teacher_prompt(role)) is not None:
-            key = "prompt.teacher" if own is config.prompt.teacher else f"{role}.prompt"
+            key = f"{role}.prompt" if getattr(config.models[role], "prompt", None) is not None else "prompt.teacher"
             given[f"{key}.max_tokens"] = own.max_tokens
     key = max(given, key=lambda each: given[each])
     return given[key], f"{key}={given[key]}"
@@ -169,4 +195,6 @@ def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: 
     if needs.teacher_top_k == 0:
         return False
     ends = (student.vocabulary.end_token_ids, teacher.vocabulary.end_token_ids)
+    if student.vocabulary.fingerprint != teacher.vocabulary.fingerprint:  # it has its own tokenizer
+        return config.stages.score.end_token == "sum" and len(ends[1]) > 1
     return EndTokens(*ends, config.stages.score.end_token).may_sum

@@ -72,7 +72,8 @@ async def diagnose(
     try:
         needs = plan.policy.needs
         summing = [role for role, each in plan.teachers.items() if sums_ends(config, needs, plan.student, each)]
-        check_capabilities(config, needs, together, sums_ends=summing)
+        fingerprints = {role: plan.teachers[role].vocabulary.fingerprint for role in plan.own_tokens}
+        check_capabilities(config, needs, together, sums_ends=summing, own_fingerprints=fingerprints)
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [
@@ -172,11 +173,20 @@ async def capabilities(backend: Backend) -> Capabilities:
 
 
 def _of_role(asked: Asked, plan: TrainPlan, role: str) -> Asked:
-    """Return what is asked of this role's servers: of a teacher's behind its own prompts too."""
+    """Return what is asked of this role's servers: of a teacher's behind its own prompts too, and in its own tokens."""
     if plan.teacher_renderers.get(role, plan.renderer) is plan.renderer:
         return asked
     name = teacher_name(role) or ""
-    return replace(asked, teacher_prompts=[prompt.read_by(name) for prompt in islice(plan.schedule, PROMPTS)])
+    prompts = [prompt.read_by(name) for prompt in islice(plan.schedule, PROMPTS)]
+    if (own_tokens := plan.own_tokens.get(role)) is None:
+        return replace(asked, teacher_prompts=prompts)
+    # A young student may write nothing that is text.
+    read = [
+        own_tokens.read(response).ids if len(own_tokens.read(response).ids) > 1 else prompt[-RESPONSE_TOKENS:]
+        for response, prompt in zip(asked.responses, prompts, strict=True)
+    ]
+    ends = plan.teachers[role].vocabulary.end_token_ids
+    return replace(asked, prompts=prompts, responses=read, stop_token_ids=ends, vocab_limit=None)
 
 
 async def _asked(

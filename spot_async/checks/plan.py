@@ -16,7 +16,7 @@ import numpy as np
 
 from spot_async.base import registry
 from spot_async.base.text import counted
-from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
+from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.plan_inputs import (
     PlannedModels,
@@ -44,6 +44,7 @@ from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles
 from spot_async.models.footprint import Parameters
+from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import same_weights
 from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
@@ -74,7 +75,8 @@ class TrainPlan:
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
     silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
-    common: CommonVocabulary  # the token ids that all models of the configuration know
+    common: CommonVocabulary  # the token ids that all models with the student's tokens know
+    own_tokens: Mapping[str, OwnTokens]  # by role, how a teacher with a tokenizer of its own reads the student's tokens
 
     @property
     def problems(self) -> int:
@@ -100,7 +102,8 @@ class TrainPlan:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return stop_token_ids(self.student.vocabulary, *(each.vocabulary for each in self.teachers.values()))
+        alike = [each.vocabulary for role, each in self.teachers.items() if role not in self.own_tokens]
+        return stop_token_ids(self.student.vocabulary, *alike)
 
     @property
     def reads_clock(self) -> bool:
@@ -146,6 +149,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         seen={each.key: seen for each in evaluation if (seen := count_identical(data.problems, each.problems))},
         silence=silence and silence.with_longer_start(added_start_s(served)),
         common=models.common,
+        own_tokens=models.own_tokens,
     )
 
 
@@ -156,6 +160,7 @@ def _plan_policy(config: Config, models: PlannedModels) -> Policy:
     _check_widths(config, needs, models.common)
     check_roles(config, needs)
     check_selves(config, models.student, models.teachers)
+    check_own_tokenizers(config, needs)
     _check_context(config, needs, models.by_role)
     for role, teacher in config.teachers_by_role.items():
         if sums_ends(config, needs, models.student, models.teachers[role]) and not offers(teacher, CandidateScorer):
@@ -270,6 +275,11 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *([DATE_WARNING] if plan.reads_clock else []),
         *doubled_backslashes(config),
         *self_teacher_warnings(config, plan),
+        *[
+            f"{role}.tokenizer=own: its tokenizer is the student's, so this changes nothing: leave it out"
+            for role in plan.own_tokens
+            if plan.teachers[role].vocabulary.fingerprint == plan.student.vocabulary.fingerprint
+        ],
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,

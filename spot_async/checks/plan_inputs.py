@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
+from spot_async.models.chunks import UNKNOWN
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
+from spot_async.models.own_tokens import OwnTokens
+from spot_async.models.token_bytes import TokenBytes
 from spot_async.models.weight_files import has_weights, weight_files
 from spot_async.models.whole import check_whole
 from spot_async.types import PolicyNeeds, Problem
@@ -28,20 +33,27 @@ class PlannedModels:
     student: ModelFiles
     teachers: Mapping[str, ModelFiles]  # by role
     frozen: Mapping[str, ModelFiles]  # by role: the teachers, and the reference where the configuration names one
+    own_tokens: Mapping[str, OwnTokens]  # by role, how a teacher with a tokenizer of its own reads the student's tokens
 
     @property
     def by_role(self) -> Mapping[str, ModelFiles]:
         return {"student": self.student, **self.frozen}
 
+    @property
+    def alike(self) -> Mapping[str, ModelFiles]:
+        """Those with the student's tokens, by role."""
+        return {role: model for role, model in self.by_role.items() if role not in self.own_tokens}
+
     @cached_property
     def common(self) -> CommonVocabulary:
-        """The token ids that all of them know."""
-        return CommonVocabulary({role: model.vocab_size for role, model in self.by_role.items()})
+        """The token ids that those with the student's tokens know."""
+        return CommonVocabulary({role: model.vocab_size for role, model in self.alike.items()})
 
     @property
     def of_policy(self) -> ModelFiles:
-        """What the policy is told of: the teacher with the widest softmax, or the student in a run without one."""
-        return max(self.teachers.values(), key=lambda each: each.vocab_size, default=self.student)
+        """What the policy is told of: of teachers with the student's tokens the widest softmax, or the student."""
+        alike = [model for role, model in self.teachers.items() if role not in self.own_tokens]
+        return max(alike, key=lambda each: each.vocab_size, default=self.student)
 
 
 def plan_models(config: Config) -> PlannedModels:
@@ -52,10 +64,11 @@ def plan_models(config: Config) -> PlannedModels:
     frozen = dict(teachers)
     if config.reference is not None:
         frozen["reference"] = read_model("reference", config.reference.model)
-    for role, model in frozen.items():
-        _check_same_vocabulary(student, role, model)
-    models = PlannedModels(student, teachers, frozen)
-    check_ends(models.common, models.by_role)
+    own_tokens = {role: _own_tokens(config, role, student, teachers[role]) for role in config.own_tokenizers}
+    for role in frozen.keys() - own_tokens.keys():
+        _check_same_vocabulary(student, role, frozen[role])
+    models = PlannedModels(student, teachers, frozen, own_tokens)
+    check_ends(models.common, models.alike)
     check_weights("student", config.student, student.directory, longest=config.sampling.longest_sequence)
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
@@ -89,12 +102,49 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
     raise ConfigError(
         f"{role}.model: {other.directory} and student {student.directory} have different vocabularies "
         f"({len(different)} tokens, the first is {different[0]!r}); both must mean the same by the same token ids"
+        + (f"; set {role}.tokenizer=own if it is to read them in its own" if teacher_name(role) is not None else "")
     )
+
+
+def _own_tokens(config: Config, role: str, student: ModelFiles, teacher: ModelFiles) -> OwnTokens:
+    try:
+        return OwnTokens(
+            TokenBytes(student.vocabulary.tokenizer, student.vocab_size),
+            TokenBytes(teacher.vocabulary.tokenizer, teacher.vocab_size),
+            teacher.vocabulary.tokenizer,
+            student_ends=student.vocabulary.end_token_ids,
+            teacher_ends=teacher.vocabulary.end_token_ids,
+            end_score=config.stages.score.end_token,
+            special_tokens=config.teachers_by_role[role].special_tokens,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{role}.tokenizer=own: {error}") from None
+
+
+TEXTS_READ, LEAST_KNOWN = 200, 0.95
+
+
+def _check_texts(role: str, own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Problem]) -> None:
+    """Raise ConfigError if the teacher's tokenizer reads another text than is there: problems and solutions."""
+    tokens, known, example = 0, 0, ""
+    for problem in problems[:TEXTS_READ]:
+        ids = student.vocabulary.encode(f"{problem.text} {problem.solution or ''}".strip())
+        is_known = own_tokens.read(np.append(ids, np.int32(student.vocabulary.end_token_ids[0]))).ours != UNKNOWN
+        tokens, known = tokens + len(is_known), known + int(is_known.sum())
+        if not example and not is_known.all():
+            first = int(np.argmin(is_known))
+            example = f"{student.vocabulary.whole_text(ids[first : first + 4])!r} in problem {problem.id!r}"
+    if known < LEAST_KNOWN * tokens:
+        raise ConfigError(
+            f"{role}.tokenizer=own: it reads only {known / tokens:.0%} of the tokens of the problems as they are "
+            f"written, and not {example}: it rewrites text, and its scores would be of another one"
+        )
 
 
 def common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
     """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
-    names = {role: Path(local_path(model.model)) for role, model in config.models.items() if role != "student"}
+    others = config.models.keys() - {"student", *config.own_tokenizers}
+    names = {role: Path(local_path(config.models[role].model)) for role in sorted(others)}
     widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
     return CommonVocabulary({"student": student.vocab_size, **widths})
 
@@ -134,9 +184,10 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
     student, widths = models.student, models.common.widths
-    renderer = PromptRenderer(
-        _template_owner(config.prompt, "prompt", student, models.teachers).vocabulary, config.prompt
-    )
+    alike = {role: each for role, each in models.teachers.items() if role in models.alike}
+    own_alone = config.prompt.template == "teacher" and models.teachers and not alike  # the student could not read it
+    owner = student if own_alone else _template_owner(config.prompt, "prompt", student, alike)
+    renderer = PromptRenderer(owner.vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     known = min(widths.values())
@@ -149,7 +200,9 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         sources = own.beside(sources)
     for role, own in teacher_renderers.items():
         read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
-        own.check_rows(own.key, read, widths[role], f"the {role}")
+        own.check_rows(own.key, read, models.by_role[role].vocab_size, f"the {role}")
+    for role, own_tokens in models.own_tokens.items():
+        _check_texts(role, own_tokens, student, problems)
     for key, found in sets.items():
         if not any(source.problem.set_key == key for source in sources):
             also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
@@ -196,12 +249,22 @@ def _teacher_renderers(
     if shared is not None and not teachers:
         raise ConfigError("prompt.teacher: the run has no teacher section: give one, or remove prompt.teacher")
     found = {}
-    if shared is not None:
-        owner = _template_owner(shared, "prompt.teacher", student, teachers)
-        found = dict.fromkeys(teachers, TeacherPromptRenderer(owner.vocabulary, config.prompt))
+    alike = {role: each for role, each in teachers.items() if role not in config.own_tokenizers}
+    if shared is not None and alike:
+        owner = _template_owner(shared, "prompt.teacher", student, alike)
+        found = dict.fromkeys(alike, TeacherPromptRenderer(owner.vocabulary, config.prompt))
+    for role in config.own_tokenizers:
+        section = config.teacher_prompt(role)
+        if section is not None and section.template in ("student", *alike):
+            raise ConfigError(
+                f"prompt.teacher.template={section.template}: {role} reads in tokens of its own (tokenizer=own): set "
+                "it to teacher, or to a Jinja file"
+            )
+        prompt = config.prompt.model_copy(update={"teacher": section})
+        found[role] = TeacherPromptRenderer(teachers[role].vocabulary, prompt, teacher_name(role) or "")
     for name, teacher in config.teachers.items():
-        if (own := teacher.prompt) is not None:
-            role = teacher_role(name)
+        role = teacher_role(name)
+        if (own := teacher.prompt) is not None and role in alike:
             itself = {**teachers, "teacher": teachers[role]}
             owner = _template_owner(own, f"{role}.prompt", student, itself)
             prompt = config.prompt.model_copy(update={"teacher": own})

@@ -198,9 +198,22 @@ class TeacherConfig(ModelConfig):
     temperature: PositiveFloat | None = Field(
         None, description="divides its logits, in scores and responses; null: `sampling.temperature`"
     )
+    tokenizer: Literal["student", "own"] = Field(
+        "student",
+        description="the tokens that it reads: the `student`'s, which its model must have too, or the same text in its "
+        "`own` (docs/teachers.md)",
+    )
+    special_tokens: dict[str, str] = Field(
+        {}, description="beside tokenizer=own: its special token for one of the student's; equal texts need no entry"
+    )
 
     def _check(self) -> None:
         super()._check()
+        if self.tokenizer == "student" and self.special_tokens:
+            raise ValueError("special_tokens: only tokenizer=own needs them: set that, or remove them")
+        if self.tokenizer == "own" and (self.follows is not None or self.served_by == "student"):
+            key = "served_by=student" if self.follows is None else "follows"
+            raise ValueError(f"tokenizer=own beside {key}: the student has its own tokenizer: remove one of the two")
         if self.replay and self.cache is None:
             raise ValueError("replay=true needs cache, the file of an earlier run")
         is_moving = self.follows is not None
@@ -416,7 +429,10 @@ class Config(Section):
 
     def teacher_prompt(self, role: str) -> TeacherPromptConfig | None:
         """Return what a teacher reads in place of the student's prompt; None where it reads that."""
-        return getattr(self.models.get(role), "prompt", None) or self.prompt.teacher
+        given = getattr(self.models.get(role), "prompt", None) or self.prompt.teacher
+        if given is not None or role not in self.own_tokenizers:
+            return given
+        return TeacherPromptConfig(max_tokens=2 * self.sampling.max_prompt_tokens, thinking=self.prompt.thinking)
 
     def temperature(self, role: str) -> float:
         """Return the temperature of a role's log-probabilities and responses."""
@@ -452,6 +468,11 @@ class Config(Section):
         """Whether all servers that get new weights take adapters alone."""
         others = [self.teachers_by_role[role] for role in self.following if role not in self.served_by_student]
         return all(each.backend.takes_adapters for each in [self.student, *others])
+
+    @property
+    def own_tokenizers(self) -> list[str]:
+        """The roles of teachers that read in tokens of their own."""
+        return [role for role, each in self.teachers_by_role.items() if each.tokenizer == "own"]
 
     @property
     def served_by_student(self) -> list[str]:

@@ -12,12 +12,13 @@ import numpy as np
 from spot_async.types import PolicyNeeds, Sample
 
 # Per response token: an int32 id, float32 log-probabilities of behaviour and teacher, the teacher's weight if some are
-# masked, a float32 log-probability of the reference or an advantage, and a mask. Further pulls count as terms.
-BYTES_PER_RESPONSE_TOKEN = 5 * 4 + 1
+# masked and its chunk if it has its own tokenizer, a float32 log-probability of the reference or an advantage, and a
+# mask. Further pulls count as terms.
+BYTES_PER_RESPONSE_TOKEN = 6 * 4 + 1
 # Per response token of a record: float32 entropy, score and gap, and the teacher's log-probability once more if a mask
 # hides some. The record shares its other arrays with the supervision.
 BYTES_PER_RECORD_TOKEN = 4 * 4
-BYTES_PER_TEACHER_TOKEN = 5 * 4  # likewise of each teacher but the first: its pull with weights, and its record
+BYTES_PER_TEACHER_TOKEN = 6 * 4  # likewise of each teacher but the first: its pull with all its parts, and its record
 BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
 PLAIN = frozenset({str, float, int, bool, NoneType})
 BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values

@@ -70,7 +70,7 @@ class OwnTokens:
         """
         self._student, self._teacher = student, teacher
         self._tokenizer = _literal(tokenizer)
-        self._adds_nothing = b"".join(_contents(self._tokens("x"), teacher)) == b"x"
+        self._adds_blank = b"".join(_contents(self._tokens("x"), teacher)).startswith(b" ")
         self._ends = frozenset(student_ends)
         self._end = teacher_ends[0]
         self._other_ends = np.array(teacher_ends[1:] if end_score == "sum" else (), np.int32)
@@ -190,7 +190,7 @@ class OwnTokens:
         Some tokenizers put a blank before whatever begins. So the text begins with a sentinel there, whose tokens are
         dropped.
         """
-        if self._adds_nothing or not text:
+        if not (self._adds_blank and text):
             return self._tokens(text)
         for sentinel in SENTINELS:
             ids = self._tokens(sentinel + text)
@@ -216,12 +216,12 @@ def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _counterparts(student: TokenBytes, teacher: TokenBytes, named: Mapping[str, str]) -> dict[int, int]:
-    """Return the teacher's token for each token of the student that is no text."""
+    """Return the teacher's token for each token of the student that is no text. Unknown texts have none."""
     theirs = {teacher.names[token_id]: int(token_id) for token_id in np.flatnonzero(teacher.special)}
     equal = {
         int(token_id): theirs[name]
         for token_id in np.flatnonzero(student.special)
-        if (name := student.names[token_id]) in theirs
+        if (name := student.names[token_id]) in theirs and token_id != student.unknown
     }
     return equal | {
         _id_of(student, ours, "the student's tokenizer"): _id_of(teacher, its, "the teacher's tokenizer")

@@ -87,6 +87,7 @@ def make_stages(
         role: TeacherService(
             server=services.backends.get(plan.answering[role]),
             vocabulary=files.vocabulary,
+            own_tokens=plan.own_tokens.get(role),
             kept_scores=services.kept_scores.get(role),
             temperature=config.temperature(role),
             render_turns=plan.teacher_renderers[role].turn_ids,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from spot_async.errors import ContractError, DataError, PermanentError
 from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
-from spot_async.models.vocabulary import stop_token_ids
+from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator
 from spot_async.replicas.capabilities import combined
 from spot_async.replicas.leasing import ServicePool, pool_of
@@ -160,7 +160,7 @@ class BoundStages:
         self._prompt = prompt
         self._requests = self._requests_at(None)
         # What a teacher read before each response, where that was not the student's prompt, by the response's ids.
-        self._read_before: dict[bytes, list[IntArray]] = {}
+        self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
 
     @property
     def student(self) -> Capabilities | None:
@@ -223,7 +223,8 @@ class BoundStages:
 
     def _teacher(self, name: str) -> BoundTeacher:
         teacher = self._stages.teacher(name or self._prompt.problem.teacher)
-        return BoundTeacher(teacher, self._prompt, self._requests_at(teacher.service.temperature), self._note_read)
+        note_read = partial(self._note_read, teacher.service.vocabulary or self._stages.services.vocabulary)
+        return BoundTeacher(teacher, self._prompt, self._requests_at(teacher.service.temperature), note_read)
 
     def _requests_at(self, temperature: float | None) -> PromptRequests:
         stages = self._stages
@@ -300,12 +301,12 @@ class BoundStages:
         read = self._read_before.get(content(ids)) if isinstance(ids, np.ndarray) else None
         if read is None:
             return sample
-        texts = dict.fromkeys(map(self._stages.services.vocabulary.whole_text, read))
+        texts = dict.fromkeys(vocabulary.whole_text(ids) for vocabulary, ids in read)
         return msgspec.structs.replace(sample, record={**sample.record, "teacher_prompt": "\n\n".join(texts)})
 
-    def _note_read(self, read_ids: IntArray, response_ids: IntArray) -> None:
+    def _note_read(self, vocabulary: Vocabulary, read_ids: IntArray, response_ids: IntArray) -> None:
         if not np.array_equal(read_ids, self._prompt.token_ids):
-            self._read_before.setdefault(content(response_ids), []).append(read_ids)
+            self._read_before.setdefault(content(response_ids), []).append((vocabulary, read_ids))
 
     def written_response(self) -> Generation:
         problem, ends = self._prompt.problem, self._stages.stop_token_ids

@@ -1,0 +1,111 @@
+"""What a run with a teacher of other tokens is refused or warned for before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
+
+from spot_async.checks.plan import plan_training, plan_warnings
+from spot_async.config.loading import config_from
+from spot_async.errors import SpotError
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {role: with_bytes(role, folder / role) for role in ("student", "teacher")}
+    found["joined"] = with_joined_tokens(folder / "joined")
+    found["rewriting"] = with_joined_tokens(folder / "rewriting")
+    path = found["rewriting"] / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": REPLACE}))
+    return found
+
+
+def tree(models: dict[str, Path], name: str, policy: Any = "opd", **teacher: Any) -> dict[str, Any]:
+    return {
+        "student": {"model": str(models["student"])},
+        "teacher": {"model": str(models.get(name, EXAMPLE / name)), "tokenizer": "own", **teacher},
+        "data": {"train": str(EXAMPLE / "data/heldout.jsonl")},
+        "prompt": {"instruction": ""},
+        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
+        "policy": policy,
+        "training": {"iterations": 1, "batch_size": 4, "mini_batch_size": 4},
+    }
+
+
+def refusal(given: dict[str, Any]) -> str:
+    with pytest.raises(SpotError) as found:
+        plan_training(config_from(given), starts=False)
+    (line,) = str(found.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("joined", {"tokenizer": "student"}, "different vocabularies .*; set teacher.tokenizer=own if it is to read"),
+        ("joined", {"policy": "eopd"}, "teacher.tokenizer=own: policy eopd asks for its distribution .*: use opd"),
+        ("joined", {"policy": "spot"}, "teacher.tokenizer=own: policy spot asks for its distribution"),
+        ("joined", {"policy": {"kind": "distill", "divergence": "reverse_kl"}}, "teacher.tokenizer=own: policy distill asks for its"),
+        ("joined", {"policy": {"kind": "kd", "forward_kl_weight": 0}}, "policy kd lets it write .*served_model"),
+        ("joined", {"follows": {"every": 1}}, "tokenizer=own beside follows: the student has its own tokenizer"),
+        ("joined", {"served_by": "student"}, "tokenizer=own beside served_by=student: the student has its own"),
+        ("teacher", {"tokenizer": "student", "special_tokens": {"a": "b"}}, "special_tokens: only tokenizer=own needs"),
+        ("joined", {"special_tokens": {"<think>": "<|unk|>"}}, "special_tokens: '<think>' is no token of the student"),
+        ("teacher/../teacher", {}, "teacher.tokenizer=own: .*only byte-level and SentencePiece tokenizers say which"),
+        ("rewriting", {}, "teacher.tokenizer=own: it reads only .*% .*'=.*: it rewrites text"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, words):
+    import re
+
+    given = tree(models, name, **changes)
+    if name == "rewriting":
+        problems = [{"id": f"p{n}", "problem": f"a=1{n}", "answer": "1"} for n in range(8)]
+        path = tmp_path / "problems.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in problems))
+        given["data"] = {"train": str(path)}
+    line = refusal(given)
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize("template", ["student", "plain"])
+def test_its_own_tokenizer_renders_what_it_reads(models, template):
+    given = tree(models, "joined")
+    given["prompt"]["teacher"] = {"text": "{problem}", "template": template, "max_tokens": 64}
+    if template == "student":
+        assert "prompt.teacher.template=student: teacher reads in tokens of its own" in refusal(given)
+        return
+    plan = plan_training(config_from(given), starts=False)
+    prompt = next(iter(plan.schedule))
+    own = plan.teachers["teacher"].vocabulary
+    assert own.whole_text(prompt.read_by("")).startswith(prompt.problem.text)
+
+
+def test_the_student_reads_its_own_template_and_the_teacher_the_same_text_in_its_tokens(models):
+    plan = plan_training(config_from(tree(models, "joined")), starts=False)
+    prompt = next(iter(plan.schedule))
+    texts = [
+        files.vocabulary.whole_text(ids)
+        for files, ids in ((plan.student, prompt.token_ids), (plan.teachers["teacher"], prompt.read_by("")))
+    ]
+    assert texts[0] == texts[1]
+    assert len(prompt.read_by("")) < len(prompt.token_ids)
+    assert plan.stop_token_ids == plan.student.vocabulary.end_token_ids
+    assert plan.common.limit is None
+    assert plan.policy_model is plan.student
+
+
+def test_the_key_beside_equal_tokenizers_is_a_warning(models):
+    config = config_from(tree(models, "teacher"))
+    lines = plan_warnings(config, plan_training(config, starts=False))
+    assert [line for line in lines if "tokenizer=own" in line] == [
+        "teacher.tokenizer=own: its tokenizer is the student's, so this changes nothing: leave it out"
+    ]

@@ -1,0 +1,165 @@
+"""A teacher with a tokenizer of its own, in the real program: equal tokenizers, and one that joins tokens."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from joined_teacher import with_bytes, with_joined_tokens
+from transformers import AutoModelForCausalLM
+
+import spot_async
+from spot_async.models.common_vocabulary import SameTokens
+from spot_async.models.own_tokens import OwnTokens
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {role: with_bytes(role, folder / role) for role in ("student", "teacher")}
+    return {**found, "joined": with_joined_tokens(folder / "joined")}
+
+
+async def trained(directory: Path, student: Path, teacher: dict[str, Any], *overrides: str) -> Path:
+    """Train by OPD and return the run's directory."""
+    await spot_async.run_async(
+        {
+            "student": {"model": str(student)},
+            "teacher": teacher,
+            "data": {"train": str(ROOT / "examples/running_sum/data/heldout.jsonl")},
+            "prompt": {"instruction": ""},
+            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
+            "policy": "opd",
+            "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 2e-4},
+            "run": {"directory": str(directory)},
+        },
+        overrides,
+    )
+    return directory
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+async def test_equal_tokenizers_train_the_same_weights_through_chunks(
+    models, tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
+):
+    calls: Counter[type] = Counter()
+    for reader in (SameTokens, OwnTokens):
+
+        def read(self: Any, *given: Any, _reader: Any = reader, _read: Any = reader.read) -> Any:
+            calls[_reader] += 1
+            return _read(self, *given)
+
+        monkeypatch.setattr(reader, "read", read)
+    # A response that is cut off has a last chunk that is unknown, so none is here.
+    room = "sampling.max_response_tokens=360"
+    plain = await trained(tmp_path / "plain", models["student"], {"model": str(models["teacher"])}, room)
+    assert calls[OwnTokens] == 0
+    same = calls[SameTokens]
+    own = {"model": str(models["teacher"]), "tokenizer": "own"}
+    chunked = await trained(tmp_path / "own", models["student"], own, room)
+    assert calls[OwnTokens] >= 24
+    assert calls[SameTokens] == same
+    assert {each["finish_reason"] for each in samples_of(plain)} == {"stop"}
+    weights = [(run / "student" / "model.safetensors").read_bytes() for run in (plain, chunked)]
+    assert weights[0] == weights[1]
+
+
+def joined(models: dict[str, Path]) -> dict[str, Any]:
+    backend = {"kind": "joined_teacher:JoinedTeacher", "parts": str(models["teacher"])}
+    return {"model": str(models["joined"]), "tokenizer": "own", "backend": backend}
+
+
+async def test_a_teacher_that_joins_tokens_says_of_chunks_what_its_model_does(
+    models, tmp_path, servers_on_threads, trainer_on_thread
+):
+    run = await trained(tmp_path / "run", models["student"], joined(models), "training.iterations=2")
+    samples = samples_of(run)
+    assert len(samples) == 16
+    model = AutoModelForCausalLM.from_pretrained(models["teacher"], dtype=torch.float64)
+    tokenizer = spot_async.Vocabulary.load(models["student"]).tokenizer
+    for each in samples:
+        ids, said = each["response_ids"], said_of(each)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": each["problem"]}], add_generation_prompt=True, return_dict=False
+        )
+        rows = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        dense = rows.gather(-1, torch.tensor(ids)[:, None])[:, 0].detach().numpy()
+        for chunk in chunks_of(tokenizer.convert_ids_to_tokens(ids)):
+            if not np.isnan(said[chunk]).any():
+                assert said[chunk] == pytest.approx([dense[chunk].mean()] * len(said[chunk]), abs=2e-4)
+        assert not np.isnan(said[:-2]).any()
+    (first, *_) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert first["teacher/masked"] < 0.1
+    assert "teacher/entropy_nats" not in first
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_advantages_are_nearly_those_of_a_teacher_with_the_students_tokens_and_the_student_learns(
+    models, tmp_path, servers_on_threads, trainer_on_thread, staleness
+):
+    whole = ["iterations=8", "batch_size=32", "mini_batch_size=8", "learning_rate=3e-4"]
+    run = await trained(
+        tmp_path / "run",
+        models["student"],
+        joined(models),
+        *(f"training.{each}" for each in whole),
+        f"data.train={ROOT / 'examples/running_sum/data/train.jsonl'}",
+        f"max_staleness={staleness}",
+        f"evaluation.problems={ROOT / 'examples/running_sum/data/heldout.jsonl'}",
+        "evaluation.samples=4",
+        "evaluation.max_response_tokens=160",
+        "evaluation.verifier=boxed_match",
+    )
+    model = AutoModelForCausalLM.from_pretrained(models["teacher"])
+    tokenizer = spot_async.Vocabulary.load(models["student"]).tokenizer
+    found, right = [], []
+    for each in samples_of(run):
+        ids, said, student = each["response_ids"], said_of(each), np.array(each["behavior_logprobs"])
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": each["problem"]}], add_generation_prompt=True, return_dict=False
+        )
+        with torch.inference_mode():
+            rows = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        dense = rows.gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+        found.append(advantages(said, student, tokenizer.convert_ids_to_tokens(ids)))
+        right.append(np.where(np.isnan(said), 0, dense - student))
+    assert np.corrcoef(np.concatenate(found), np.concatenate(right))[0, 1] > 0.9
+    before, after = (
+        json.loads((run / f"evaluation-{when}.json").read_text())["macro"]["avg"] for when in ("before", "after")
+    )
+    assert after > before + 0.05
+
+
+def said_of(sample: dict[str, Any]) -> np.ndarray[Any, Any]:
+    return np.array([np.nan if value is None else value for value in sample["teacher_logprobs"]])
+
+
+def chunks_of(tokens: list[str]) -> list[slice]:
+    """What the joining tokenizer makes of tokens: a digit belongs to the label, operator or `=` before it."""
+    found, place = [], 0
+    while place < len(tokens):
+        joins = tokens[place] in [*"abcdefghijklmnop+-="] and "".join(tokens[place + 1 : place + 2]).isdigit()
+        found.append(slice(place, place + 1 + joins))
+        place = found[-1].stop
+    return found
+
+
+def advantages(said: np.ndarray[Any, Any], student: np.ndarray[Any, Any], tokens: list[str]) -> np.ndarray[Any, Any]:
+    """The equation, chunk by chunk."""
+    found = np.zeros(len(said))
+    for chunk in chunks_of(tokens):
+        total = student[chunk].sum()
+        if total and not np.isnan(said[chunk]).any():
+            found[chunk] = (said[chunk].sum() - total) * student[chunk] / total
+    return found

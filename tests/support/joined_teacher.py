@@ -1,0 +1,144 @@
+"""The running sum's teacher behind a tokenizer that makes one token of a label, an operator or `=` and a digit.
+
+Its probability of such a token is the product of two, which the backend computes with the teacher's own weights. The
+student's tokenizer is byte-level here, since one that drops blanks does not say which bytes its tokens have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import string
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary, WeightVersion
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
+LEFT = [*string.ascii_lowercase[:16], *"+-="]
+
+
+def with_bytes(role: str, directory: Path) -> Path:
+    """Copy a model of the example. Its tokenizer decodes without the blanks, so that tokens are their letters."""
+    shutil.copytree(EXAMPLE / role, directory)
+    path = directory / "tokenizer.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"decoder": json.loads(decoders.ByteLevel().__getstate__())})
+    )
+    return directory
+
+
+def with_joined_tokens(directory: Path) -> Path:
+    """Write the files of a teacher without weights, whose tokenizer joins."""
+    with_bytes("teacher", directory)
+    (directory / "model.safetensors").unlink()
+    path = directory / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    words = [*tree["model"]["vocab"], *(left + digit for left in LEFT for digit in string.digits)]
+    words[5:5] = [f"<|other_{number}|>" for number in range(7)]  # ids mean other tokens than the student's
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    tokenizer.model = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<|unk|>")
+    pieces = Regex(r"\\boxed|one|two|three|so|then|next|[a-p+\-=][0-9]|.")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")
+    tokenizer.save(str(path))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": len(words)}))
+    return directory
+
+
+class JoinedTeacher:
+    """Scores joined tokens with a model that knows their parts."""
+
+    class Settings(BackendSettings):
+        parts: str = Field(description="directory of the model that knows the parts")
+
+    def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        self._parts, self._directory = settings.parts, model
+        self._files, self._known = Vocabulary.load(Path(model)), Vocabulary.load(Path(settings.parts))
+
+    async def __aenter__(self) -> Self:
+        self._model = AutoModelForCausalLM.from_pretrained(self._parts, dtype=torch.float32)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return Capabilities(
+            model=self._directory,
+            vocab_size=len(self._files.tokenizer),
+            vocab_fingerprint=self._files.fingerprint,
+            max_context_tokens=self._model.config.max_position_embeddings,
+            max_top_k=len(self._files.tokenizer),
+            exact_entropy=False,
+            candidate_logprobs="none",
+            weight_update=False,
+            generation=False,
+            abort=False,
+            score_temperature="one",
+            server="joined",
+        )
+
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        before, of_each = self._in_parts(request.prompt_ids), list(map(self._in_parts, request.response_ids[:, None]))
+        starts = len(before) + np.cumsum([0, *map(len, of_each)])[:-1]
+        ids = torch.tensor([*before, *chain.from_iterable(of_each)])
+        chosen = torch.from_numpy(request.response_ids.astype(np.int64))[:, None]
+        if top_k > 1:  # as the checks ask, which look at whole rows
+            rows = torch.stack([self._row(ids[:start]) for start in starts.tolist()])
+            logprobs, top = rows.gather(-1, chosen), rows.topk(top_k)
+        else:
+            logprobs = torch.from_numpy(self._products(ids, starts))[:, None]
+            top = torch.return_types.topk((logprobs, chosen))
+        none = np.zeros(len(of_each), np.float32)
+        return TokenScores(
+            logprobs=logprobs[:, 0].numpy(),
+            topk_ids=top.indices.numpy().astype(np.int32),
+            topk_logprobs=top.values.numpy(),
+            entropy=none,
+            entropy_lower=none,
+            entropy_upper=none,
+            version=WeightVersion(0, 0),
+        )
+
+    @torch.inference_mode()
+    def _products(self, ids: torch.Tensor, starts: Any) -> Any:
+        """Return the log-probabilities of joined tokens, where parts [start, next start) are one each."""
+        of_parts = self._model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+        return np.add.reduceat(of_parts.astype(np.float64), starts - 1).astype(np.float32)
+
+    @torch.inference_mode()
+    def _row(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (V,) of the next joined token: a left part alone is one with no digit behind."""
+        known = self._known.tokenizer.get_vocab()
+        left = torch.tensor([known[each] for each in LEFT])
+        digits = torch.tensor([known[each] for each in string.digits])
+        first = self._model(ids[None]).logits[0, -1].log_softmax(-1)
+        behind = self._model(torch.cat([ids.expand(len(left), -1), left[:, None]], 1)).logits[:, -1].log_softmax(-1)
+        joined = first[left][:, None] + behind[:, digits]
+        alone = first.clone()
+        alone[left] += torch.log1p(-behind[:, digits].exp().sum(-1).clamp(max=1 - 1e-7))
+        row = torch.full((len(self._files.tokenizer),), -60.0)
+        names = self._files.tokenizer.get_vocab()
+        row[[names[name] for name in known]] = alone[list(known.values())]
+        row[[names[each + digit] for each in LEFT for digit in string.digits]] = joined.flatten()
+        return row.log_softmax(-1)
+
+    def _in_parts(self, ids: Any) -> list[int]:
+        return [part for token_id in ids.tolist() for part in self._parts_of(token_id)]
+
+    def _parts_of(self, token_id: int) -> list[int]:
+        name = self._files.tokenizer.convert_ids_to_tokens(token_id)
+        known = self._known.tokenizer.get_vocab()
+        return [known[name]] if name in known else [known[letter] for letter in name]
