@@ -37,7 +37,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
-    "testing": GROUND | {"protocols", "stages", "loop", "running"},
+    "testing": GROUND | {"protocols", "stages", "loop", "running", "trainer"},
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving"},
 }

@@ -74,7 +74,7 @@ def packings(place: Place) -> Rows:
         def logprobs(of: tuple[int, ...], *, is_packed: bool) -> dict[int, Tensor]:
             chosen = [samples[each] for each in of]
             batch = collate(chosen, is_packed=is_packed).to(device)
-            sampled, *_ = trainer._response_logprobs(batch.without_soft_targets())
+            sampled, *_ = trainer.losses.response_logprobs(batch.without_soft_targets())
             found = batch.in_places(sampled)
             return {each: found[row, : len(samples[each].response_ids)] for row, each in enumerate(of)}
 

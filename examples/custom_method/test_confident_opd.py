@@ -1,21 +1,24 @@
-"""Tests of ConfidentOpd on chosen numbers, and in a whole run. Both take milliseconds and start no server."""
+"""Tests of ConfidentOpd on chosen numbers, and in a whole run. They start no server, and none needs a GPU."""
 
 import asyncio
 
 import numpy as np
 import pytest
 from confident_opd import ConfidentOpd
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from spot_async import WeightVersion
 from spot_async.testing import (
     ScriptedStages,
-    advantages_of,
     generation,
+    loss_of,
     make_policy,
     simulated_prompts,
     simulated_run,
     token_scores,
 )
+
+MODEL = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
 
 
 def test_a_token_teaches_nothing_where_the_teacher_is_not_sure() -> None:
@@ -25,7 +28,7 @@ def test_a_token_teaches_nothing_where_the_teacher_is_not_sure() -> None:
     )
     policy = make_policy(ConfidentOpd, max_entropy_nats=0.5)
     (sample,) = asyncio.run(policy.supervise(next(simulated_prompts()), stages))
-    assert advantages_of(sample.supervision).tolist() == [0.5, 0.0, -1.0]
+    assert loss_of([sample], MODEL).advantages[0].tolist() == [0.5, 0.0, -1.0]
     assert sample.metrics["confident_opd/sure"] == pytest.approx(2 / 3)
     assert stages.verified == [(5, 6, 7)]
 
@@ -34,7 +37,7 @@ def test_a_token_that_the_teacher_could_not_be_asked_about_teaches_nothing() -> 
     scores = token_scores([-0.5, -0.5, -2.0], entropy=[0.1, 0.0, 0.4], valid=np.array([True, False, True]))
     stages = ScriptedStages(generation([5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), scores)
     (sample,) = asyncio.run(make_policy(ConfidentOpd).supervise(next(simulated_prompts()), stages))
-    assert advantages_of(sample.supervision).tolist() == [0.5, 0.0, -1.0]
+    assert loss_of([sample], MODEL).advantages[0].tolist() == [0.5, 0.0, -1.0]
     assert sample.supervision.policy_mask.tolist() == [True, False, True]
     assert sample.metrics["teacher/masked"] == pytest.approx(1 / 3)
 

@@ -111,23 +111,19 @@ def policy_context(**changes: Any) -> PolicyContext:
     return PolicyContext(**{**given, **changes})
 
 
-def advantages_of(supervision: Supervision, behavior_logprobs: FloatArray | None = None) -> FloatArray:
-    """Return the advantages (T,) that the trainer computes: 0 where there is no policy term.
-
-    `behavior_logprobs` (T,) are what it would recompute; None: those that were served.
-    """
-    behavior = supervision.behavior_logprobs if behavior_logprobs is None else behavior_logprobs
-    total = np.zeros(len(behavior), np.float32) if supervision.advantages is None else supervision.advantages
-    for each in supervision.pulls:
-        difference = np.clip(each.logprobs - behavior, *(each.clip or (-np.inf, np.inf)))
-        total = total + (difference if each.weights is None else each.weights * difference)
-    return total if supervision.policy_mask is None else np.where(supervision.policy_mask, total, np.float32(0))
-
-
 def make_policy(policy: Any, context: PolicyContext | None = None, **settings: Any) -> Any:
     """Make a policy of this class with these settings. `kind` may be left out, unlike in a configuration."""
-    kind = {"kind": policy.__name__} if policy.Settings.model_fields["kind"].is_required() else {}
-    return policy(policy.Settings(**kind, **settings), context or policy_context())
+    return policy(_settings_of(policy, settings), context or policy_context())
+
+
+def make_verifier(verifier: Any, **settings: Any) -> Any:
+    """Make a verifier of this class with these settings, as `make_policy` does. Enter it where a run would."""
+    return verifier(_settings_of(verifier, settings))
+
+
+def _settings_of(plugin: Any, settings: dict[str, Any]) -> Any:
+    kind = {"kind": plugin.__name__} if plugin.Settings.model_fields["kind"].is_required() else {}
+    return plugin.Settings(**kind, **settings)
 
 
 def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, answer: str = "1") -> Iterator[Prompt]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -20,31 +19,15 @@ from torch import Tensor
 from spot_async.base.processes.resources import cpu_type
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
-from spot_async.trainer.batching import (
-    Layout,
-    MicroBatch,
-    check_sample,
-    collate,
-    live_of,
-    mini_batches,
-    update_shares,
-)
+from spot_async.trainer.accumulator import Accumulator
+from spot_async.trainer.batching import Layout, MicroBatch, check_sample, mini_batches, update_shares
 from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
-from spot_async.trainer.divergence import soft_target_losses
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.following import FollowingTeachers
 from spot_async.trainer.loading import decoder_layers, new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
-from spot_async.trainer.loss import (
-    LossParts,
-    LossTerms,
-    clipped_policy_loss,
-    minibatch_share,
-    ratio_statistics,
-    reference_kl,
-    truncated_importance_weights,
-)
+from spot_async.trainer.loss import LossParts
 from spot_async.trainer.messages import Batch, Look, LookShare, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
 from spot_async.trainer.model import ResponseLogprobs, recompute_layers
@@ -54,10 +37,9 @@ from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
 from spot_async.trainer.streaming import published_types
-from spot_async.types import Live, Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
-DEVIATION_FLOOR = 1e-6  # of `training.normalize_advantages`
 # A decoder layer's matrices have about 12 hidden² numbers. To attend to a token takes two products of hidden numbers.
 LINEAR_WORK = 12  # in units of half of the latter
 
@@ -75,7 +57,7 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
                     published = partial(feed.published, share.iteration + 1)
                     feed.trained(share.iteration, trainer.train_share(share, published))
                 case LookShare() as share:
-                    feed.looked(share.iteration, trainer.look(share.update))
+                    feed.looked(share.iteration, trainer.losses.look(share.update))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -110,13 +92,14 @@ class StudentTrainer:
         if self._training.recompute_layers:
             recompute_layers(self.model, self._training)
         student = ResponseLogprobs(self.model, settings.temperature)
-        self._response_logprobs = strategy.prepare(
+        forward = strategy.prepare(
             student,
             decoder_layers(self.model),
             device,
             self._training.dtype,
             fill=partial(read_parameters, self.model, settings.model_directory),
         )
+        self.losses = Accumulator(self._training, self._layout, forward, strategy, device)
         self._trained = [each for each in self.model.parameters() if each.requires_grad]
         self._optimizer = new_optimizer(self._trained, self._training)
         if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
@@ -124,7 +107,7 @@ class StudentTrainer:
         self.attention = attention_words(self.model.config._attn_implementation)
         if self._training.compile:
             try_compiled(
-                self._response_logprobs,
+                forward,
                 student,
                 device,
                 self._training.dtype,
@@ -174,19 +157,6 @@ class StudentTrainer:
         ]
         return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
 
-    @torch.no_grad()
-    def look(self, update: UpdateShare) -> dict[int, Live]:
-        """Return what the student says now of this rank's samples, by their places in the batch.
-
-        The ranks do it together, with one pass over the batch. Only a step or a publish shards all weights again.
-        """
-        found: dict[int, Live] = {}
-        for places, samples in zip(update.passes, update.micro_batches, strict=True):
-            batch = replace(collate(samples, is_packed=self._layout.is_packed), wants_entropies=True, sums_tails=True)
-            said = self._response_logprobs(batch.to(self._device))
-            found |= zip(places, live_of(samples, batch, *said), strict=True)
-        return found
-
     def train_share(self, share: Share, published: Published) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
 
@@ -201,13 +171,7 @@ class StudentTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         tally = Tally(self._device, step=iteration)
-        # All micro-batches come before the first step, because a recomputed log pi_old is of the weights before it.
-        passes = [
-            [self._micro_batch(samples, self._training.recomputes_apart(number)) for samples in update.micro_batches]
-            for number, update in enumerate(updates)
-        ]
-        if self._training.normalize_advantages:
-            passes = self._normalized(passes)
+        passes = self.losses.passes(updates)
         norms = []
         for number, (update, batches) in enumerate(zip(updates, passes, strict=True), start=1):
             where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
@@ -238,28 +202,6 @@ class StudentTrainer:
         self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
 
-    def _micro_batch(self, samples: Sequence[Supervision], recomputes: bool) -> MicroBatch:
-        """Collate samples, with log pi_old as served or, if it `recomputes`, of the present weights."""
-        batch = collate(samples, is_packed=self._layout.is_packed).to(self._device)
-        if not recomputes:
-            return batch
-        with torch.no_grad():
-            sampled, *_ = self._response_logprobs(batch.without_soft_targets())
-        return batch.with_behavior(batch.in_places(sampled))
-
-    def _normalized(self, passes: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-        """Return all micro-batches with advantages of mean 0 and deviation 1 over the iteration's policy tokens."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
-        for batch in (each for batches in passes for each in batches):
-            values = batch.advantages.double()
-            sums += torch.stack([batch.policy_mask.sum(), values.sum(), values.square().sum()])
-        count, total, squares = self._strategy.sum(sums)
-        mean = total / count.clamp(min=1)
-        deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt().clamp(min=DEVIATION_FLOOR)
-        return [
-            [each.with_normalized_advantages(mean.float(), deviation.float()) for each in batches] for batches in passes
-        ]
-
     def _update(
         self,
         update: UpdateShare,
@@ -277,7 +219,7 @@ class StudentTrainer:
         losses = []
         for number, batch in enumerate(batches, start=1):
             self._strategy.before_pass(is_last=number == len(batches))
-            losses.append(self._accumulate(batch, update, tally, has_moved=has_moved).total.detach())
+            losses.append(self.losses.add(batch, update, tally, has_moved=has_moved).total.detach())
         self._strategy.reduce_gradients(self._trained)
         norm = self._strategy.clip_grad_norm(self._trained, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
@@ -289,87 +231,6 @@ class StudentTrainer:
         self._optimizer.step()
         return norm
 
-    def _accumulate(self, batch: MicroBatch, update: UpdateShare, tally: Tally, *, has_moved: bool) -> LossParts:
-        """Add the gradient of one micro-batch's share of its mini-batch's loss."""
-        sampled, entropies, *of_soft_targets = self._response_logprobs(batch)
-        logprobs = batch.in_places(sampled)  # (B, T); 0 on padding
-        recomputes = self._training.behavior == "recomputed"
-        if recomputes and not has_moved and not self._training.recomputes_apart(0):
-            batch = batch.with_behavior(logprobs.detach())
-        weights = self._importance_weights(batch)  # (B, T)
-        parts = minibatch_share(
-            self._loss_terms(batch, logprobs, entropies, soft_target_losses(batch, *of_soft_targets), weights),
-            aggregation=self._training.loss_aggregation,
-            minibatch_trajectories=len(update.names),
-            minibatch_tokens=update.tokens,
-        )
-        parts.total.backward()  # type: ignore[no-untyped-call]
-        self._tally_loss(batch, logprobs, weights, parts, tally)
-        tally.count_distance(batch, of_soft_targets)
-        tally.count_lag(batch)
-        # Once the weights have moved, `logprobs` are no longer those of the iteration's first weights.
-        if recomputes:
-            tally.count_mismatch(batch, batch.behavior_logprobs)
-        elif not has_moved:
-            tally.count_mismatch(batch, logprobs.detach())
-        return parts
-
-    def _loss_terms(
-        self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor, soft_losses: Tensor, weights: Tensor
-    ) -> LossTerms:
-        """Return the terms of `loss.py`, from log-probabilities (B, T), entropies (R,) or (0,), soft targets' losses
-        (N,) and importance weights (B, T).
-        """
-        training = self._training
-        policy = clipped_policy_loss(
-            logprobs, batch.behavior_logprobs, batch.advantages, clip=training.clip, dual_clip=training.dual_clip
-        )
-        return LossTerms(
-            mask=batch.mask,
-            policy=weights * policy,
-            reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
-            reference_coefficient=training.reference_kl,
-            entropy=batch.in_places(entropies) if batch.wants_entropies else None,
-            entropy_bonus=batch.entropy_bonus,
-            branch=soft_losses,
-            branch_weights=batch.soft.weights,
-            branch_rows=batch.soft.trajectories,
-        )
-
-    def _tally_loss(self, batch: MicroBatch, logprobs: Tensor, weights: Tensor, parts: LossParts, tally: Tally) -> None:
-        """Count the loss, and how far the policy has moved, for the iteration's metrics."""
-        training = self._training
-        ratios = ratio_statistics(
-            logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            batch.policy_mask,
-            clip=training.clip,
-            dual_clip=training.dual_clip,
-        )._asdict()
-        tally.see(ratio=ratios.pop("ratio_max"))
-        tally.add(
-            **ratios,
-            loss=parts.total.detach(),
-            loss_policy=parts.policy,
-            loss_branch=parts.branch,
-            loss_reference=parts.reference,
-            loss_entropy=parts.entropy,
-            trajectories=len(batch.mask),
-            tokens=len(batch.rows),
-            branch_positions=batch.soft_positions,
-            advantage=batch.advantages.sum(),
-            importance_weight=weights.masked_fill(~batch.policy_mask, 0.0).sum(),
-            importance_capped=((weights >= (training.importance_cap or math.inf)) & batch.policy_mask).sum(),
-        )
-
-    def _importance_weights(self, batch: MicroBatch) -> Tensor:
-        """Return truncated importance weights (B, T), which are all 1 if no cap is set."""
-        cap = self._training.importance_cap
-        if cap is None:
-            return torch.ones_like(batch.behavior_logprobs)
-        return truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, cap)
-
     def _culprits(self, update: UpdateShare) -> str:
         """Say which samples give a loss or gradient that is not finite, by trying each alone.
 
@@ -380,8 +241,8 @@ class StudentTrainer:
         for number, name in enumerate(update.names):
             self._optimizer.zero_grad()
             samples = [update.samples[number]] if number in update.samples else []
-            batch = self._micro_batch(samples, self._training.behavior == "recomputed")
-            parts = self._accumulate(batch, update, Tally(self._device, step=0), has_moved=True)
+            batch = self.losses.micro_batch(samples, self._training.behavior == "recomputed")
+            parts = self.losses.add(batch, update, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             _, *losses = parts
             are_bad = [not _finite(loss) for loss in losses]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from spot_async.policies.distill import PRESETS, DistillPolicy, DistillSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing import (
     ScriptedStages,
-    advantages_of,
     generation,
+    loss_of,
     make_policy,
     make_run,
     policy_context,
@@ -22,6 +25,7 @@ from spot_async.testing import (
     simulated_run,
     token_scores,
 )
+from spot_async.testing.services import VOCAB_SIZE
 from spot_async.types import Divergence, Supervision
 
 
@@ -62,7 +66,12 @@ def test_a_divergence_compares_the_teachers_top_k_at_every_token(keys: dict[str,
         assert (rows.tails is None) == divergence.is_conditional
 
 
-def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_compared() -> None:
+@pytest.fixture(scope="module")
+def model(random_model: Callable[..., Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(random_model(vocab_size=VOCAB_SIZE))
+
+
+def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_compared(model: Any) -> None:
     run = simulated_run(
         make_policy(DistillPolicy, pull=0.5, pull_clip=[-1.0, 1.0], reward=2.0, samples=4), iterations=1
     )
@@ -73,19 +82,19 @@ def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_co
     for group in by_prompt.values():
         given = [each.advantages[0] for each in group if each.advantages is not None]
         assert sum(given) == pytest.approx(0.0, abs=1e-4)
-        for each in group:
+        for each, advantages in zip(group, loss_of(group, model).advantages, strict=True):
             difference = np.clip(each.pulls[0].logprobs - each.behavior_logprobs, -1, 1)
             assert each.advantages is not None
-            assert advantages_of(each) == pytest.approx(each.advantages + 0.5 * difference, abs=1e-5)
+            assert advantages == pytest.approx(each.advantages + 0.5 * difference, abs=1e-5)
     assert any(each.advantages is not None and each.advantages.any() for each in run.trained)
     for record in (sample.record for sample in run.samples):  # as GRPO's, so that `inspect` shows it
         assert record["reward"] == record["group_rewards"][record["sample"]]
         assert len(record["group_rewards"]) == 4
 
 
-def test_a_difference_clipped_to_one_number_is_a_fixed_advantage_whatever_the_teacher_says() -> None:
-    for each in trained(pull_clip=[-1.0, -1.0]):
-        assert advantages_of(each) == pytest.approx(np.full(len(each.response_ids), -1.0))
+def test_a_difference_clipped_to_one_number_is_a_fixed_advantage_whatever_the_teacher_says(model: Any) -> None:
+    for advantages in loss_of(trained(pull_clip=[-1.0, -1.0]), model).advantages:
+        assert advantages == pytest.approx(np.full(len(advantages), -1.0))
 
 
 def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for() -> None:

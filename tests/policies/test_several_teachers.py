@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
+from spot_async.config import TrainingConfig
 from spot_async.policies.distill import DistillPolicy
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.kd import KdPolicy
@@ -13,10 +15,10 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.telemetry.console import accuracy_words, domain_words, slope_words
 from spot_async.telemetry.outcome_slope import outcome_metrics, outcome_words
 from spot_async.telemetry.run_log import mean_metrics
+from spot_async.testing.losses import loss_of
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import (
     ScriptedStages,
-    advantages_of,
     make_policy,
     policy_context,
     simulated_prompts,
@@ -41,12 +43,17 @@ async def sample(policy, given=None, prompt=None, **settings) -> Sample:
     return found
 
 
-async def test_opd_is_pulled_towards_the_mean_of_their_log_probabilities():
+@pytest.fixture(scope="module")
+def model(student):
+    return AutoModelForCausalLM.from_pretrained(student)
+
+
+async def test_opd_is_pulled_towards_the_mean_of_their_log_probabilities(model):
     found = await sample(OpdPolicy)
-    expected = 0.75 * MATH.logprobs + 0.25 * CODE.logprobs - STUDENT
-    np.testing.assert_allclose(advantages_of(found.supervision), expected, rtol=1e-6)
-    recomputed = STUDENT - 0.3
-    np.testing.assert_allclose(advantages_of(found.supervision, recomputed), expected + 0.3, rtol=1e-6)
+    expected = 0.75 * MATH.logprobs + 0.25 * CODE.logprobs
+    np.testing.assert_allclose(loss_of([found], model).advantages[0], expected - STUDENT, rtol=1e-6)
+    recomputed = loss_of([found], model, training=TrainingConfig(iterations=1, behavior="recomputed"))
+    np.testing.assert_allclose(recomputed.advantages[0], expected - recomputed.live[0].logprobs, rtol=1e-5)
 
 
 async def test_what_each_said_is_in_metrics_and_record_under_its_name():
@@ -57,13 +64,13 @@ async def test_what_each_said_is_in_metrics_and_record_under_its_name():
     assert found.record["teachers"]["code"]["teacher_logprobs"] is CODE.logprobs
 
 
-async def test_a_token_that_one_of_them_does_not_know_is_taught_by_the_other():
+async def test_a_token_that_one_of_them_does_not_know_is_taught_by_the_other(model):
     blind = msgspec.structs.replace(MATH, valid=np.array([True, False, True]))
     given = ScriptedStages(generation([5, 6, 1], STUDENT), teachers={"math": blind, "code": CODE})
     given.teachers = SHARES
     found = await sample(OpdPolicy, given)
     expected = 0.75 * np.where(blind.valid, MATH.logprobs - STUDENT, 0) + 0.25 * (CODE.logprobs - STUDENT)
-    np.testing.assert_allclose(advantages_of(found.supervision), expected, rtol=1e-6)
+    np.testing.assert_allclose(loss_of([found], model).advantages[0], expected, rtol=1e-6)
     assert found.metrics["teacher/math/masked"] == pytest.approx(1 / 3)
 
 
@@ -76,13 +83,13 @@ async def test_eopds_gate_is_each_teachers_own():
     assert found.record["gated_positions"].tolist() == [0, 1]
 
 
-async def test_distill_compares_and_pulls_by_their_shares():
+async def test_distill_compares_and_pulls_by_their_shares(model):
     found = await sample(DistillPolicy, divergence="forward_kl", top_k=2, weight=2.0, pull=0.5)
     math, code = found.supervision.soft_targets
     np.testing.assert_allclose([math.weights.sum(), code.weights.sum()], [1.5, 0.5], rtol=1e-6)
     assert (math.token_ids[0].tolist(), code.token_ids[0].tolist()) == ([5, 7], [6, 7])
     expected = 0.5 * (0.75 * MATH.logprobs + 0.25 * CODE.logprobs - STUDENT)
-    np.testing.assert_allclose(advantages_of(found.supervision), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss_of([found], model).advantages[0], expected, rtol=1e-5)
 
 
 async def test_kd_draws_who_writes_by_the_shares_and_all_score():

@@ -39,7 +39,7 @@ TEMPERATURE = 0.8
 def looked(trainer: StudentTrainer, batch: list[Supervision]) -> list[Live]:
     (share,) = trainer.divide(Look(0, tuple(batch)))
     assert isinstance(share, LookShare)
-    found = trainer.look(wire.decode(wire.encode(share), LookShare).update)
+    found = trainer.losses.look(wire.decode(wire.encode(share), LookShare).update)
     return [found[place] for place in range(len(batch))]
 
 

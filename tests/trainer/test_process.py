@@ -120,7 +120,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 import spot_async.trainer.model
-import spot_async.trainer.rank
+import spot_async.trainer.accumulator
 from spoiled_gradient import spoiled_loss
 from spot_async.base import wire
 from spot_async.errors import TrainerError
@@ -130,7 +130,7 @@ from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
-spot_async.trainer.rank.clipped_policy_loss = spoiled_loss
+spot_async.trainer.accumulator.clipped_policy_loss = spoiled_loss
 spot_async.trainer.model.LOGITS_PER_BLOCK = 350  # 7 rows of logits at a time, recomputed in the backward pass
 
 def train(run):
@@ -165,7 +165,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled_loss)  # as the two ranks do
+    monkeypatch.setattr("spot_async.trainer.accumulator.clipped_policy_loss", spoiled_loss)  # as the two ranks do
     choices: dict[str, Any] = {"learning_rate": 1e-15, "max_grad_norm": 1e9}
     batch = tuple(unequal_batch(0))
     cases = {
@@ -249,7 +249,7 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
         if iteration == 1:  # they look at a batch as one rank does
             (share,) = alone.divide(Look(1, tuple(unequal_batch(1))))
             assert isinstance(share, LookShare)
-            for place, said in alone.look(share.update).items():
+            for place, said in alone.losses.look(share.update).items():
                 for one_says, two_say in zip(arrays(said), arrays(live[place]), strict=True):
                     np.testing.assert_allclose(two_say, one_says, rtol=0, atol=2e-5)
         one = alone.train(Batch(iteration, tuple(unequal_batch(iteration))))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import spot_async.trainer.model
 from spot_async.terms import compared, forward_kl, jsd, pull, reverse_kl, reverse_skew, skew, soft_targets
-from spot_async.testing import advantages_of, token_scores
+from spot_async.testing import token_scores
 from spot_async.testing.services import whole_scores
 from spot_async.trainer.batching import MicroBatch, collate
 from spot_async.trainer.divergence import Cells, soft_target_losses
@@ -337,7 +337,6 @@ def test_limits_weights_masks_and_given_advantages_act_on_the_recomputed_differe
     expected = given_part + weights * np.maximum(LOGPROBS - behavior, -0.5) + np.minimum(LOGPROBS + 0.3 - behavior, 0.1)
     found = computed(sample, behavior if is_recomputed else None)
     assert found == pytest.approx(np.where(mask, expected, 0.0).tolist(), abs=1e-5)
-    assert advantages_of(sample, behavior) == pytest.approx(np.array(found), abs=1e-5)
 
 
 def test_a_pull_leaves_out_the_tokens_that_the_teacher_was_not_asked_about() -> None:
@@ -355,7 +354,7 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_iteration_af
         student, tmp_path, behavior="recomputed", normalize_advantages=True, batch_size=6, mini_batch_size=3
     )
     kept: list[MicroBatch] = []
-    normalized = trainer._normalized
+    normalized = trainer.losses.normalized
 
     def seen(passes: Any) -> Any:
         kept.extend(each for batches in passes for each in batches)
@@ -363,7 +362,7 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_iteration_af
         seen.after = [each for batches in found for each in batches]  # type: ignore[attr-defined]
         return found
 
-    trainer._normalized = seen
+    trainer.losses.normalized = seen
     metrics = trainer.train(Batch(0, batch)).metrics
     before = np.concatenate([each.advantages[each.policy_mask].numpy() for each in kept]).astype(np.float64)
     after = np.concatenate([each.advantages[each.policy_mask].numpy() for each in seen.after])  # type: ignore[attr-defined]

@@ -270,7 +270,7 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     what: str,
 ) -> None:
     if what == "non-finite gradient":
-        monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled_loss)
+        monkeypatch.setattr("spot_async.trainer.accumulator.clipped_policy_loss", spoiled_loss)
     poisoned = supervision(3, 8, soft_targets([2], 4))
     arrays = {"probabilities": poisoned.soft_targets[0].probabilities[0], "pulls": poisoned.pulls[0].logprobs}
     (arrays[name] if name in arrays else getattr(poisoned, name))[1] = value

@@ -69,7 +69,7 @@ def test_a_micro_batch_reads_nothing_back_and_copies_nothing_to_its_device(
     if is_at_once:
         trainer.model.set_attn_implementation(packing.ONE_CALL)
     trainer.model.to(META)
-    trainer._device = META
+    trainer.losses.device = META
     samples = mixed_batch()
     update = UpdateShare(tuple(each.problem_id for each in samples), 100, dict(enumerate(samples)), ())
     tally = Tally(META, step=0)
@@ -77,9 +77,9 @@ def test_a_micro_batch_reads_nothing_back_and_copies_nothing_to_its_device(
     with Crossings() as crossings:
         if training.get("behavior") == "recomputed":
             with torch.no_grad():
-                sampled, *_ = trainer._response_logprobs(batch.without_soft_targets())
+                sampled, *_ = trainer.losses.response_logprobs(batch.without_soft_targets())
                 batch = batch.with_behavior(batch.in_places(sampled))
-        trainer._accumulate(batch, update, tally, has_moved=False)
+        trainer.losses.add(batch, update, tally, has_moved=False)
     assert crossings.operations > 100
     assert not crossings.found
     assert all(each.grad is not None for each in trainer.model.parameters())
