@@ -18,6 +18,7 @@ from spot_async.testing.services import simulated_live
 from spot_async.types import FloatArray, Live, LiveBatch, Sample, Supervision
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -64,10 +65,9 @@ def loss_of(
     layout = Layout(is_packed=False, token_budget=training.tokens_per_pass(is_packed=False), linear_work=0)
     losses = Accumulator(training, layout, ResponseLogprobs(model, temperature), strategy, model.device)
     (update,) = update_shares(samples, 1, layout)
-    live = losses.look(update)
-    (batches,) = losses.passes([update], first=1)
+    live, (batches,) = losses.look(update), losses.passes([update], first=1)
     model.zero_grad()
-    rows = {}
+    rows: dict[int, tuple[Tensor, Tensor]] = {}
     for places, each in zip(update.passes, batches, strict=True):
         losses.add(each, update, tally, has_moved=True)
         rows |= zip(places, zip(each.advantages, losses.importance_weights(each), strict=True), strict=True)
@@ -77,7 +77,11 @@ def loss_of(
     metrics = tally.report(grad_norms=[norm], learning_rate=0.0)
     found = [[row[: len(own.response_ids)].numpy(force=True) for row in rows[i]] for i, own in enumerate(samples)]
     return Losses(
-        *(metrics.get(name, 0.0) for name in ("loss", "loss_policy", "loss_branch", "loss_reference", "loss_entropy")),
+        loss=metrics["loss"],
+        policy=metrics["loss_policy"],
+        branch=metrics["loss_branch"],
+        reference=metrics["loss_reference"],
+        entropy=metrics.get("loss_entropy", 0.0),
         gradient=gradient,
         grad_norm=norm,
         advantages=[advantages for advantages, _ in found],
