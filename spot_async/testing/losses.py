@@ -51,7 +51,7 @@ def loss_of(
     `recomputed`, log pi_old is what the samples say. Raises `TrainerError` for a sample that cannot be trained.
     """
     from spot_async.trainer.accumulator import Accumulator
-    from spot_async.trainer.batching import Layout, check_sample, update_shares
+    from spot_async.trainer.batching import Layout, check_sample, told, update_shares
     from spot_async.trainer.metrics import Tally
     from spot_async.trainer.model import ResponseLogprobs
     from spot_async.trainer.parallel import Strategy
@@ -86,7 +86,7 @@ def loss_of(
         grad_norm=norm,
         advantages=[advantages for advantages, _ in found],
         importance_weights=[weights for _, weights in found],
-        live=[live[i] for i in range(len(samples))],
+        live=[told(live[i]) for i in range(len(samples))],
     )
 
 

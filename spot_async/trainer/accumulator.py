@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from spot_async.trainer.loss import (
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.parallel import Forward, Strategy
-from spot_async.types import Live, Supervision
+from spot_async.types import Live
 
 DEVIATION_FLOOR = 1e-6  # of `training.normalize_advantages`
 
@@ -61,14 +62,21 @@ class Accumulator:
         `first` is the first one's number. Where it is 0, `add` may find log pi_old (`TrainingConfig.recomputes_apart`).
         """
         passes = [
-            [self.micro_batch(samples, self.training.recomputes_apart(number)) for samples in update.micro_batches]
+            [self.micro_batch(update, places, self.training.recomputes_apart(number)) for places in update.passes]
             for number, update in enumerate(updates, start=first)
         ]
         return self.normalized(passes) if self.training.normalize_advantages else passes
 
-    def micro_batch(self, samples: Sequence[Supervision], recomputes: bool) -> MicroBatch:
-        """Collate samples, with log pi_old as served or, if it `recomputes`, of the present weights."""
-        batch = collate(samples, is_packed=self.layout.is_packed).to(self.device)
+    def micro_batch(self, update: UpdateShare, places: Sequence[int], recomputes: bool) -> MicroBatch:
+        """Collate samples of an update, with log pi_old as served or, if it `recomputes`, of the present weights.
+
+        A look before the iteration may have found it.
+        """
+        batch = collate([update.samples[place] for place in places], is_packed=self.layout.is_packed)
+        if recomputes and update.old_logprobs is not None:
+            found = np.concatenate([np.zeros(0, np.float32), *(update.old_logprobs[place] for place in places)])
+            return batch.with_behavior(batch.in_places(torch.from_numpy(found))).to(self.device)
+        batch = batch.to(self.device)
         if not recomputes:
             return batch
         with torch.no_grad():

@@ -6,10 +6,11 @@ losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -108,8 +109,18 @@ class Layout:
         return groups
 
 
-def update_shares(mini_batch: Sequence[Supervision], ranks: int, layout: Layout) -> list[UpdateShare]:
-    """Return each rank's share of a mini-batch.
+def input_of(sample: Supervision) -> bytes:
+    """Return the tokens that a sample's log-probabilities are of."""
+    return sample.prompt_ids.tobytes() + b"/" + sample.response_ids.tobytes()
+
+
+def update_shares(
+    mini_batch: Sequence[Supervision],
+    ranks: int,
+    layout: Layout,
+    old_logprobs: Mapping[bytes, FloatArray] | None = None,
+) -> list[UpdateShare]:
+    """Return each rank's share of a mini-batch. `old_logprobs` are by inputs, and have those of all of its samples.
 
     Every rank gets the same number of passes, because those of sharded ranks wait for each other. The last may be
     empty.
@@ -125,6 +136,8 @@ def update_shares(mini_batch: Sequence[Supervision], ranks: int, layout: Layout)
             tokens,
             samples={place: mini_batch[place] for group in own for place in group},
             passes=(*map(tuple, own), *[()] * (most - len(own))),
+            old_logprobs=old_logprobs
+            and {place: old_logprobs[input_of(mini_batch[place])] for group in own for place in group},
         )
         for own in passes
     ]
@@ -289,7 +302,7 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
 
 
 def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) -> list[Live]:
-    """Return what the student said of each sample of a micro-batch, in float32.
+    """Return what the student said of each sample of a micro-batch, in float32, of all tokens alike (`told`).
 
     `said` is what `ResponseLogprobs` returns. Rows of soft targets come back in the samples' own order and width.
     """
@@ -306,9 +319,14 @@ def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) ->
             own_width = candidates[of_it, : each.token_ids.shape[1]].reshape(each.token_ids.shape)
             rows.append(LiveRows(logprobs=own_width.copy(), tail_logprobs=tails[of_it].copy()))
         where = policy_tokens(sample)
-        own_logprobs, entropy = (np.where(where, each[own], np.float32(np.nan)) for each in (logprobs, entropies))
-        found.append(Live(logprobs=own_logprobs, entropy=entropy, where=where, rows=tuple(rows)))
+        found.append(Live(logprobs=logprobs[own], entropy=entropies[own], where=where, rows=tuple(rows)))
     return found
+
+
+def told(live: Live) -> Live:
+    """Return what a policy is told: nothing of tokens that have no policy term."""
+    known, entropy = (np.where(live.where, each, np.float32(np.nan)) for each in (live.logprobs, live.entropy))
+    return msgspec.structs.replace(live, logprobs=known, entropy=entropy)
 
 
 def _steps(sample: Supervision) -> Int64Array:

@@ -13,6 +13,7 @@ import zmq
 
 from spot_async.base import wire
 from spot_async.errors import TrainerError
+from spot_async.trainer.batching import told
 from spot_async.trainer.messages import (
     MESSAGES,
     PUBLISHED,
@@ -109,14 +110,18 @@ class BatchFeed:
                 return request
             self._say(last)
 
-    def looked(self, iteration: int, found: dict[int, Live]) -> None:
-        """Say what the student says of a batch. `found` is this rank's part, by the samples' places in the batch."""
+    def looked(self, iteration: int, found: dict[int, Live]) -> dict[int, Live]:
+        """Say what the student says of a batch. `found` is this rank's part, by the samples' places in the batch.
+
+        Return what is found of all of it on rank 0, and `found` on the others.
+        """
         if self._socket is None:
             send_bytes(wire.encode(found), 0, self._group)
-            return
+            return found
         for rank in range(1, rank_count()):
             found |= wire.decode(receive_bytes(self._group, rank), dict[int, Live])
-        self._say(Looked(iteration, tuple(found[place] for place in sorted(found))))
+        self._say(Looked(iteration, tuple(told(found[place]) for place in sorted(found))))
+        return found
 
     def trained(self, iteration: int, report: TrainReport) -> None:
         self._due = iteration + 1

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from spot_async.types import Live, Supervision, TrainReport, WeightFile
+from spot_async.types import FloatArray, Live, Supervision, TrainReport, WeightFile
 
 # These variables of the environment tell ranks that are on several nodes.
 NODES_VARIABLE = "SPOT_ASYNC_NODES"
@@ -46,6 +46,9 @@ class UpdateShare(msgspec.Struct, frozen=True):
     tokens: int  # response tokens of all samples
     samples: dict[int, Supervision]  # this rank's
     passes: tuple[tuple[int, ...], ...]  # this rank's micro-batches; all ranks have the same number
+    # (T,) log pi_old of this rank's samples, from a look; None: not known, or found by the pass that trains. All ranks
+    # have it or none, since those that recompute it would wait for the others.
+    old_logprobs: dict[int, FloatArray] | None = None
 
     @property
     def micro_batches(self) -> list[list[Supervision]]:

@@ -217,7 +217,7 @@ class Meters:
         operations = 0
         for number, (update, own) in enumerate(zip(updates, lengths, strict=True)):
             rows = sum(len(sample.response_ids) for sample in update.samples.values())
-            recomputes = self._training.recomputes_apart(number)
+            recomputes = self._training.recomputes_apart(number) and update.old_logprobs is None
             operations += training_operations(
                 self._size, own, rows, lora=self._training.lora, recomputes_behavior=recomputes
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +20,7 @@ from spot_async.base.processes.resources import cpu_type
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
 from spot_async.trainer.accumulator import Accumulator
-from spot_async.trainer.batching import Layout, MicroBatch, check_sample, mini_batches, update_shares
+from spot_async.trainer.batching import Layout, MicroBatch, check_sample, input_of, mini_batches, update_shares
 from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
 from spot_async.trainer.feed import BatchFeed
@@ -37,7 +37,7 @@ from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
 from spot_async.trainer.streaming import published_types
-from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import FloatArray, Live, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
 # A decoder layer's matrices have about 12 hidden² numbers. To attend to a token takes two products of hidden numbers.
@@ -57,7 +57,7 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
                     published = partial(feed.published, share.iteration + 1)
                     feed.trained(share.iteration, trainer.train_share(share, published))
                 case LookShare() as share:
-                    feed.looked(share.iteration, trainer.losses.look(share.update))
+                    trainer.keep(feed.looked(share.iteration, trainer.losses.look(share.update)))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -131,6 +131,8 @@ class StudentTrainer:
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         # For which checkpoints, and the writing of weights, held up training since the last report.
         self._checkpoint_s = self._publish_s = 0.0
+        self._looked_at: list[bytes] = []  # of rank 0, which divides a look
+        self._old_logprobs: dict[bytes, FloatArray] = {}
         self.step = 0
         if settings.resume is not None:
             self.step = settings.resume.step
@@ -148,14 +150,27 @@ class StudentTrainer:
         for sample in batch.samples:
             check_sample(sample, vocab_size=vocab_size, needs_reference=self._training.reference_kl > 0)
         if isinstance(batch, Look):
+            self._looked_at = [*map(input_of, batch.samples)]
             shares = update_shares(batch.samples, self._strategy.ranks, self._layout)
             return [LookShare(batch.iteration, each) for each in shares]
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
+        old, self._old_logprobs = self._old_logprobs, {}
+        is_known = old.keys() >= {*map(input_of, batch.samples)}
         updates = [
-            update_shares(mini_batch, self._strategy.ranks, self._layout)
-            for mini_batch in mini_batches(batch.samples, self._training.mini_batch_size, seed)
+            update_shares(
+                mini_batch,
+                self._strategy.ranks,
+                self._layout,
+                old if is_known and self._training.recomputes_apart(number) else None,
+            )
+            for number, mini_batch in enumerate(mini_batches(batch.samples, self._training.mini_batch_size, seed))
         ]
         return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
+
+    def keep(self, found: Mapping[int, Live]) -> None:
+        """Keep what a look found, by places in the batch, as log pi_old of the next batch. Rank 0 has that of all."""
+        known = (found[place].logprobs for place in sorted(found))
+        self._old_logprobs = dict(zip(self._looked_at, known, strict=False))
 
     def train_share(self, share: Share, published: Published) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
@@ -240,8 +255,8 @@ class StudentTrainer:
         found = []
         for number, name in enumerate(update.names):
             self._optimizer.zero_grad()
-            samples = [update.samples[number]] if number in update.samples else []
-            batch = self.losses.micro_batch(samples, self._training.behavior == "recomputed")
+            places = [number] if number in update.samples else []
+            batch = self.losses.micro_batch(update, places, self._training.behavior == "recomputed")
             parts = self.losses.add(batch, update, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             _, *losses = parts

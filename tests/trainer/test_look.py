@@ -26,10 +26,10 @@ from spot_async.terms import (
     weighted,
 )
 from spot_async.trainer import model as trainer_model
-from spot_async.trainer.batching import collate
+from spot_async.trainer.batching import collate, told
 from spot_async.trainer.divergence import Cells
 from spot_async.trainer.feed_check import check_arrays
-from spot_async.trainer.messages import Batch, Look, LookShare
+from spot_async.trainer.messages import Batch, Look, LookShare, Share, UpdateShare
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Divergence, Live, LiveRows, Pull, SoftTargets, Supervision
 
@@ -40,7 +40,7 @@ def looked(trainer: StudentTrainer, batch: list[Supervision]) -> list[Live]:
     (share,) = trainer.divide(Look(0, tuple(batch)))
     assert isinstance(share, LookShare)
     found = trainer.losses.look(wire.decode(wire.encode(share), LookShare).update)
-    return [found[place] for place in range(len(batch))]
+    return [told(found[place]) for place in range(len(batch))]
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
@@ -97,6 +97,72 @@ def test_two_looks_are_equal_and_change_nothing(
     assert metrics[0]["loss"] == metrics[1]["loss"]
     for one, other in zip(plain.model.parameters(), looking.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_next_batch_takes_log_pi_old_from_a_look_where_it_would_recompute_it(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    normalize: bool,
+) -> None:
+    """Also of tokens that had no policy term when it looked, as `revise` may give them one."""
+    training = {"behavior": "recomputed", "mini_batch_size": 2, "normalize_advantages": normalize}
+    trainer = make_trainer(student, tmp_path, **training)
+    drafts = mixed_batch()
+    batch = [msgspec.structs.replace(each, policy_mask=None) for number, each in enumerate(drafts) if number != 3]
+    asked = Batch(0, tuple(batch))
+
+    def updates(*looked_at: Supervision) -> tuple[UpdateShare, ...]:
+        if looked_at:
+            (share,) = trainer.divide(Look(0, looked_at))
+            assert isinstance(share, LookShare)
+            trainer.keep(trainer.losses.look(share.update))
+        (share,) = trainer.divide(asked)
+        assert isinstance(share, Share)
+        return share.updates
+
+    def have_it(shares: tuple[UpdateShare, ...]) -> list[bool]:
+        return [each.old_logprobs is not None for each in shares]
+
+    shares = updates(*drafts)
+    assert have_it(shares) == [normalize, True, True, True]
+    for update in (each for each in shares if each.old_logprobs is not None):
+        for places in update.passes:
+            kept = trainer.losses.micro_batch(update, places, True)
+            found = trainer.losses.micro_batch(msgspec.structs.replace(update, old_logprobs=None), places, True)
+            torch.testing.assert_close(kept.behavior_logprobs, found.behavior_logprobs, rtol=0, atol=2e-5)
+            torch.testing.assert_close(kept.advantages, found.advantages, rtol=0, atol=2e-5)
+    assert not any(have_it(updates()))  # it was of that batch alone
+    assert not any(have_it(updates(*drafts[:4])))  # and is of all samples or none
+    served = make_trainer(student, tmp_path / "served", mini_batch_size=2)
+    trainer = served
+    assert not any(have_it(updates(*drafts)))
+
+
+def test_later_updates_make_no_pass_of_their_own_for_what_a_look_found(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+) -> None:
+    passes = 0
+
+    def counted(batch: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return computed(batch)
+
+    trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
+    computed, trainer.losses.response_logprobs = trainer.losses.response_logprobs, counted
+    (share,) = trainer.divide(Look(0, tuple(mixed_batch())))
+    assert isinstance(share, LookShare)
+    trainer.keep(trainer.losses.look(share.update))
+    trainer.train(Batch(0, tuple(mixed_batch())))
+    assert passes == 1 + 4
+    trainer.train(Batch(1, tuple(mixed_batch())))
+    assert passes == 1 + 4 + 3 + 4
 
 
 def test_a_pull_and_its_difference_as_an_advantage_train_alike(
