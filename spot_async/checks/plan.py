@@ -47,7 +47,7 @@ from spot_async.models.footprint import Parameters
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import same_weights
-from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
+from spot_async.protocols import CandidateScorer, Policy, Reviser, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import IntArray, PolicyNeeds
@@ -128,7 +128,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
-    silence = silence_limits(config, policy.needs)
+    silence = silence_limits(config, policy.needs, revises=isinstance(policy, Reviser))
     evaluation = plan_evaluation(config, models.student) if config.evaluation is not None else ()
     served = _plan_servers(config, policy.needs, models, starts=starts)
     return TrainPlan(

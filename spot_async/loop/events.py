@@ -134,6 +134,8 @@ class PhaseTimes:
 
     wait_for_batch: float = 0.0  # the trainer waits for supervision
     train: float = 0.0
+    look: float = 0.0  # a part of `train`, before the step: the trainer says what its student says
+    revise: float = 0.0  # likewise: the policy decides the terms
     update_weights: float = 0.0  # the trainer waits until the weights that it may not be ahead of are served
     evaluate: float = 0.0  # the same, for an evaluation of them
     waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for

@@ -295,7 +295,7 @@ class Orchestrator:
             phase = self._phases.begin(number, "train")
             if self._sleepers:
                 await self._put_to_sleep()
-            taught = await self._revised(number - 1, batch)
+            taught = await self._revised(number - 1, batch, times)
             samples = [sample for _, group in taught for sample in group]
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
@@ -321,17 +321,21 @@ class Orchestrator:
             else:
                 self._end(finished, group)
 
-    async def _revised(self, iteration: int, batch: list[Finished]) -> list[Finished]:
+    async def _revised(self, iteration: int, batch: list[Finished], times: PhaseTimes) -> list[Finished]:
         """Return a batch with the terms that the policy gives it once it knows what the student in training says."""
         drafts = [sample for _, group in batch for sample in group if sample.supervision is not None]
         if not drafts or not isinstance(self._policy, Reviser):
             return batch
         supervision = [sample.supervision for sample in drafts if sample.supervision is not None]
         self._check_feed(supervision)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         live = await self._trainer.look(iteration, supervision)
+        times.look = loop.time() - began_s
         progress = iteration / self._settings.iterations
         asked = LiveBatch(samples=tuple(drafts), live=tuple(live), iteration=iteration, progress=progress)
         given = iter(await self._settings.compute(revise, self._policy, asked))
+        times.revise = loop.time() - began_s - times.look
         return [
             (ordinal, [sample if sample.supervision is None else next(given) for sample in group])
             for ordinal, group in batch

@@ -158,6 +158,7 @@ def iteration_metrics(
 
     `evaluation` is the oldest that is in no row yet. With staleness it may be of earlier weights.
     """
+    times_s = result.times_s
     return {
         **mean_metrics(result.samples),
         **spread_metrics(result.samples),
@@ -165,10 +166,11 @@ def iteration_metrics(
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
         **{f"perf/{name}": value for name, value in result.report.performance.items()},
         "time/iteration_s": elapsed_s,
-        "time/wait_for_batch_s": result.times_s.wait_for_batch,
-        "time/train_s": result.times_s.train,
-        "time/update_weights_s": result.times_s.update_weights,
-        **{f"wait/{stage}_s": seconds for stage, seconds in result.times_s.waited_for.items()},
+        "time/wait_for_batch_s": times_s.wait_for_batch,
+        "time/train_s": times_s.train,
+        **({"time/look_s": times_s.look, "time/revise_s": times_s.revise} if times_s.look else {}),
+        "time/update_weights_s": times_s.update_weights,
+        **{f"wait/{stage}_s": seconds for stage, seconds in times_s.waited_for.items()},
         **({} if evaluation is None else {"time/evaluate_s": evaluation.seconds}),
         **({} if evaluation is None else evaluation_metrics(evaluation.result)),
         **(

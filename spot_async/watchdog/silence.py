@@ -151,7 +151,7 @@ class SilenceLimits:
                 return self.evaluation_s
 
 
-def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
+def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False) -> SilenceLimits | None:
     """Return the limits of a run; None if `run.stall_timeout_s` is 0, which turns the watchdog off.
 
     Raises ConfigError if it is shorter than what the stages' own deadlines allow.
@@ -176,7 +176,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
         return max(supervision_s, deadlines_s + MARGIN_S)
 
     evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
-    training_s = config.training.step_timeout_s
+    training_s = (1 + revises) * config.training.step_timeout_s  # a look, and the step
     start_s = max(each.serving.start_timeout_s for each in config.models.values())
     sleeps = any(getattr(each.backend, "sleep_while_training", False) for each in config.models.values())
     return SilenceLimits(

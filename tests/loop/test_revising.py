@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from spot_async.base import wire
 from spot_async.loop.admission import PromptState
 from spot_async.policies.opd import OpdPolicy
-from spot_async.testing.simulation import policy_context, simulated_run
+from spot_async.telemetry.run_log import iteration_metrics
+from spot_async.testing.services import SimulatedTrainer
+from spot_async.testing.simulation import make_run, policy_context, simulated_run
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -63,3 +66,22 @@ def test_nothing_is_asked_of_a_batch_without_supervision() -> None:
 
     run = simulated_run(policy := LeavesAllOut(), iterations=2)
     assert (policy.told, [len(batch) for batch in run.batches]) == ([], [0, 0])
+
+
+def test_its_time_and_the_looks_are_said_of_each_iteration() -> None:
+    class Looks(SimulatedTrainer):
+        async def look(self, iteration: int, batch: Any) -> Any:
+            await asyncio.sleep(2.0)
+            return await super().look(iteration, batch)
+
+    async def takes_three_seconds(work: Callable[..., Any], *given: Any) -> Any:
+        await asyncio.sleep(3.0)
+        return work(*given)
+
+    run = make_run(Revises(), trainer=Looks(step_s=1.0), compute=takes_three_seconds).finish()
+    for each in run.journal.results:
+        metrics = iteration_metrics(each, 10.0)
+        seconds = [metrics[f"time/{name}_s"] for name in ("look", "revise", "train")]
+        assert seconds == pytest.approx([2.0, 3.0, 6.0])
+    plain = simulated_run(OpdPolicy(OpdPolicy.Settings(), policy_context())).journal.results[0]
+    assert not {"time/look_s", "time/revise_s"} & iteration_metrics(plain, 10.0).keys()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spot_async.config import PluginSettings
 from spot_async.models.responses import first_tokens, foreign, joined
+from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.samples import (
     rollout_metrics,
     rollout_record,
@@ -13,7 +14,7 @@ from spot_async.policies.samples import (
 )
 from spot_async.protocols import PromptStages
 from spot_async.terms import on_policy, pull, written
-from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
+from spot_async.types import LiveBatch, PolicyContext, PolicyNeeds, Prompt, Sample
 
 
 class TakesTurns:
@@ -66,3 +67,10 @@ class Hints:
         rollout, read = await stages.rollout(), stages.teacher_prompt("a hint")
         scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=read)
         return [Sample(supervision=on_policy(prompt, rollout, pulls=(pull(scores),)), metrics={}, record={})]
+
+
+class Revises(OpdPolicy):
+    """OPD that looks at the student in training, and changes nothing."""
+
+    def revise(self, batch: LiveBatch) -> Sequence[Sample]:
+        return batch.samples

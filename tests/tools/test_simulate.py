@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from faults.servers import Rates, SimulatedReplica, SimulatedServer
+from joined_policy import Revises
 from limits import same_limits
 from msgspec.structs import replace
 from only_teacher import only
@@ -151,6 +152,17 @@ def test_with_a_route_each_prompt_asks_one_teacher_and_without_one_all_of_them(t
     assert min(scored_s({"kind": "opd", "route": route})) > 0.3 * each[0]
 
 
+def test_the_trainer_of_a_policy_that_revises_looks_at_each_batch_for_a_third_of_its_step(tmp_path):
+    config = configuration({"kind": "joined_policy:Revises"})
+    revised, plain = (
+        outcomes(each, tmp_path, "trainer.fixed_s=0", max_staleness=0)[0] for each in (config, configuration())
+    )
+    assert revised.bound.parts["trainer"] == pytest.approx(plain.bound.parts["trainer"] * 4 / 3)
+    recorded_run(tmp_path / "run", config, policy=Revises)  # whose looks are no time besides its tokens
+    found = read_run(tmp_path / "run", config).rates["trainer"]
+    assert found == pytest.approx({"tokens_per_s": 200.0, "fixed_s": 0.1})
+
+
 def test_more_servers_make_no_run_slower(tmp_path):
     slow = "student.tokens_per_s=500"
     times = [outcomes(configuration(), tmp_path, slow, f"student.replicas={number}") for number in (1, 2, 4)]
@@ -231,7 +243,7 @@ def recorded_run(
         elapsed_s = times.wait_for_batch + times.train + times.update_weights
         trained = {
             "train/tokens": sum(len(s.supervision.response_ids) for s in each.samples),
-            "train/train_s": times.train - 0.1,
+            "train/train_s": times.train - times.look - 0.1,
         }
         rows.append({"iteration": each.iteration, **iteration_metrics(each, elapsed_s), **trained})
         lines += [sample_line(each.iteration, sample) for sample in each.samples]

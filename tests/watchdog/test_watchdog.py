@@ -353,6 +353,7 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     assert limits.of("update weights") > 600
     assert limits.of("evaluate") > 3 * 3000
     assert limits.of(None) > 7200
+    assert silence_limits(config, SPOT_NEEDS, revises=True).of("train") > 2 * 7200  # a look has a deadline of its own
 
 
 def test_a_policy_that_goes_through_its_stages_in_rounds_may_be_silent_for_as_many_deadlines():

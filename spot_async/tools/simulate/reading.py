@@ -99,7 +99,7 @@ def _trainer(rows: Rows) -> Tree:
     return {
         "trainer": {
             "tokens_per_s": total(steps, "train/tokens") / train_s,
-            "fixed_s": max(0.0, (total(steps, "time/train_s") - train_s) / len(steps)),
+            "fixed_s": max(0.0, (total(steps, "time/train_s") - total(steps, "time/look_s") - train_s) / len(steps)),
         },
         "update_s": sum(updates_s) / len(steps),
     }

@@ -40,6 +40,7 @@ from spot_async.types import (
     Float64Array,
     Generation,
     IntArray,
+    Live,
     Problem,
     Prompt,
     SamplingSettings,
@@ -54,6 +55,7 @@ from spot_async.types import (
 )
 
 ROUNDING = 1e-6  # of amounts
+LOOKS_IN_A_STEP = 3  # a backward pass takes as long as two forward passes
 
 
 class _Job(NamedTuple):
@@ -311,11 +313,17 @@ class RatedTrainer(SimulatedTrainer):
         self._rates = rates
         self._grain = grain
 
+    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
+        await asyncio.sleep(self._tokens_s(batch) / LOOKS_IN_A_STEP)
+        return await super().look(iteration, batch)
+
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        assert self._rates.tokens_per_s is not None
-        tokens = self._grain * sum(len(each.response_ids) for each in batch)
-        self.step_s = self._rates.fixed_s + tokens / self._rates.tokens_per_s
+        self.step_s = self._rates.fixed_s + self._tokens_s(batch)
         return await super().train(iteration, batch)
+
+    def _tokens_s(self, batch: Sequence[Supervision]) -> float:
+        assert self._rates.tokens_per_s is not None
+        return self._grain * sum(len(each.response_ids) for each in batch) / self._rates.tokens_per_s
 
 
 class RatedVerifier(SimulatedVerifier):
