@@ -115,12 +115,9 @@ def input_of(sample: Supervision) -> bytes:
 
 
 def update_shares(
-    mini_batch: Sequence[Supervision],
-    ranks: int,
-    layout: Layout,
-    old_logprobs: Mapping[bytes, FloatArray] | None = None,
+    mini_batch: Sequence[Supervision], ranks: int, layout: Layout, old: Mapping[bytes, FloatArray] | None = None
 ) -> list[UpdateShare]:
-    """Return each rank's share of a mini-batch. `old_logprobs` are by inputs, and have those of all of its samples.
+    """Return each rank's share of a mini-batch. `old` has log pi_old of each of its inputs.
 
     Every rank gets the same number of passes, because those of sharded ranks wait for each other. The last may be
     empty.
@@ -136,8 +133,7 @@ def update_shares(
             tokens,
             samples={place: mini_batch[place] for group in own for place in group},
             passes=(*map(tuple, own), *[()] * (most - len(own))),
-            old_logprobs=old_logprobs
-            and {place: old_logprobs[input_of(mini_batch[place])] for group in own for place in group},
+            old_logprobs={i: old[input_of(mini_batch[i])] for group in own for i in group} if old else None,
         )
         for own in passes
     ]

@@ -111,10 +111,7 @@ class BatchFeed:
             self._say(last)
 
     def looked(self, iteration: int, found: dict[int, Live]) -> dict[int, Live]:
-        """Say what the student says of a batch. `found` is this rank's part, by the samples' places in the batch.
-
-        Return what is found of all of it on rank 0, and `found` on the others.
-        """
+        """Say what the student says of a batch, and return it. `found` is this rank's part, by places in the batch."""
         if self._socket is None:
             send_bytes(wire.encode(found), 0, self._group)
             return found

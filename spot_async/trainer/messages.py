@@ -46,8 +46,7 @@ class UpdateShare(msgspec.Struct, frozen=True):
     tokens: int  # response tokens of all samples
     samples: dict[int, Supervision]  # this rank's
     passes: tuple[tuple[int, ...], ...]  # this rank's micro-batches; all ranks have the same number
-    # (T,) log pi_old of this rank's samples, from a look; None: not known, or found by the pass that trains. All ranks
-    # have it or none, since those that recompute it would wait for the others.
+    # (T,) log pi_old of these, from a look. All ranks have it or none, or those that recompute wait for the others.
     old_logprobs: dict[int, FloatArray] | None = None
 
     @property

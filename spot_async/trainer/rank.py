@@ -149,28 +149,22 @@ class StudentTrainer:
         vocab_size = self.model.config.get_text_config().vocab_size
         for sample in batch.samples:
             check_sample(sample, vocab_size=vocab_size, needs_reference=self._training.reference_kl > 0)
+        inputs, ranks = [*map(input_of, batch.samples)], self._strategy.ranks
         if isinstance(batch, Look):
-            self._looked_at = [*map(input_of, batch.samples)]
-            shares = update_shares(batch.samples, self._strategy.ranks, self._layout)
-            return [LookShare(batch.iteration, each) for each in shares]
+            self._looked_at = inputs
+            return [LookShare(batch.iteration, each) for each in update_shares(batch.samples, ranks, self._layout)]
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
         old, self._old_logprobs = self._old_logprobs, {}
-        is_known = old.keys() >= {*map(input_of, batch.samples)}
+        known = old if old.keys() >= {*inputs} else None
         updates = [
-            update_shares(
-                mini_batch,
-                self._strategy.ranks,
-                self._layout,
-                old if is_known and self._training.recomputes_apart(number) else None,
-            )
+            update_shares(mini_batch, ranks, self._layout, known if self._training.recomputes_apart(number) else None)
             for number, mini_batch in enumerate(mini_batches(batch.samples, self._training.mini_batch_size, seed))
         ]
-        return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
+        return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(ranks)]
 
     def keep(self, found: Mapping[int, Live]) -> None:
-        """Keep what a look found, by places in the batch, as log pi_old of the next batch. Rank 0 has that of all."""
-        known = (found[place].logprobs for place in sorted(found))
-        self._old_logprobs = dict(zip(self._looked_at, known, strict=False))
+        """Keep what a look found, by places in the batch, as log pi_old of the next batch. Rank 0 divides it."""
+        self._old_logprobs = {own: found[place].logprobs for place, own in enumerate(self._looked_at)}
 
     def train_share(self, share: Share, published: Published) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
