@@ -1,7 +1,7 @@
 """PACED (arXiv 2603.11178): distil most where the student is neither sure to fail nor sure to succeed.
 
-paper: w(p) L_OPD, w(p) = p (1 - p), p the student's pass rate on the problem
-ours:  pulls = (pull(score(y), p (1 - p)),), p the pass rate of the prompt's own group
+paper: w(p) L, w(p) = p (1 - p), p the student's pass rate on the problem; L the forward KL, and later the reverse one
+ours:  compared(score(y), forward_kl(), p (1 - p)), later pull(score(y), p (1 - p)); p of the prompt's group, as sampled
 """
 
 from collections.abc import Sequence
@@ -13,26 +13,28 @@ from spot_async.protocols import PromptStages
 class Paced:
     class Settings(spot.PluginSettings):
         samples: int = 8
+        top_k: int = 16
+        reverses_from: float = 0.5  # of the iterations
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.settings = settings
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, samples_per_prompt=settings.samples)
+        self.settings, k = settings, settings.top_k
+        sizes = {"samples_per_prompt": settings.samples, "term_bytes_per_token": spot.row_bytes(k)}
+        self.needs = spot.PolicyNeeds(teacher_top_k=k, **sizes)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
-        async def attempt(n: int) -> tuple[spot.Generation, spot.Judgement, spot.TokenScores]:
-            rollout = await stages.rollout(n=n)
-            y = rollout.token_ids
-            scores, judgement = await spot.both(stages.score(y, top_k=0), stages.verify(y))
-            return rollout, judgement, scores
+        async def attempt(n: int) -> tuple:
+            y = (rollout := await stages.rollout(n=n)).token_ids
+            return rollout, *await spot.both(stages.verify(y), stages.score(y, top_k=self.settings.top_k))
 
         group = await spot.gather(attempt(n) for n in range(self.settings.samples))
-        passed = [judgement.verdict.reward for _, judgement, _ in group if judgement.verdict.reward is not None]
-        rate = sum(passed) / max(1, len(passed))
-        samples = [
-            spot.student_sample(prompt, stages, *answers, pulls=(spot.pull(answers[-1], rate * (1 - rate)),))
-            for answers in group
-        ]
-        if passed:
-            return samples
+        passed = [judged.verdict.reward for _, judged, _ in group if judged.verdict.reward is not None]
+        w, kl = (rate := sum(passed) / max(1, len(passed))) * (1 - rate), spot.forward_kl()
+        terms = [{"pulls": (spot.pull(s, w),), "soft_targets": (spot.compared(s, kl, weight=w),)} for *_, s in group]
+        drafts = [spot.student_sample(prompt, stages, *a, **own) for a, own in zip(group, terms, strict=True)]
         why = {"left_out": "verifier: no verdict in the group"}
-        return [spot.Sample(supervision=None, metrics=each.metrics, record=each.record | why) for each in samples]
+        left = [spot.Sample(supervision=None, metrics=each.metrics, record=each.record | why) for each in drafts]
+        return drafts if passed else left
+
+    def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:
+        others = {"pulls": ()} if batch.progress < self.settings.reverses_from else {"soft_targets": ()}
+        return [spot.revised(sample, **others) for sample in batch.samples]

@@ -1,8 +1,7 @@
 """Rethinking OPD (arXiv 2604.13016): reverse KL on the tokens that the student itself finds likely.
 
 paper: mean over t of sum_{v in S_t} p_S(v) log(p_S(v) / p_T(v)), S_t the student's top-k at t
-ours:  soft_targets(positions, S, teacher_candidates(y, positions, S), 1 / T, reverse_kl()): with all other tokens as
-       one more cell. Without it the minimum is p_T / e, and the student loses mass on what it knows.
+ours:  soft_targets(all t, S, p_T, 1 / T, reverse_kl()), S now, of the likely ones when it wrote, a cell for others
 """
 
 from collections.abc import Sequence
@@ -16,24 +15,26 @@ from spot_async.protocols import PromptStages
 class RethinkingOpd:
     class Settings(spot.PluginSettings):
         top_k: int = 16
+        asked_top_k: int = 24  # about which the teacher is asked
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.settings, self.limit = settings, context.vocab_limit
-        k, size = settings.top_k, spot.row_bytes(settings.top_k)
-        self.needs = spot.PolicyNeeds(
-            rollout_top_k=k,
-            teacher_top_k_key="top_k",
-            teacher_candidates=True,
-            outcomes=False,
-            term_bytes_per_token=size,
-        )
+        self.k, self.asked, self.limit = settings.top_k, settings.asked_top_k, context.vocab_limit
+        needs = {"teacher_candidates": True, "outcomes": False, "term_bytes_per_token": spot.row_bytes(self.asked)}
+        self.needs = spot.PolicyNeeds(rollout_top_k=self.asked, teacher_top_k_key="asked_top_k", **needs)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
-        rollout = await stages.rollout(top_k=self.settings.top_k)
-        y = rollout.token_ids
+        y = (rollout := await stages.rollout(top_k=self.asked)).token_ids
         likely, _ = spot.common_candidates(rollout.topk_ids, rollout.topk_logprobs, self.limit)
-        positions = np.arange(len(y), dtype=np.int32)
-        asked = stages.teacher_candidates(y, positions, likely)
-        logprobs, judgement = await spot.both(asked, stages.verify(y))
-        targets = spot.soft_targets(positions, likely, logprobs, np.full(len(y), 1 / len(y)), spot.reverse_kl())
+        at, kl = np.arange(len(y), dtype=np.int32), spot.reverse_kl()
+        logprobs, judgement = await spot.both(stages.teacher_candidates(y, at, likely), stages.verify(y))
+        targets = spot.soft_targets(at, likely, logprobs, np.full(len(y), 1 / len(y)), kl)
         return [spot.student_sample(prompt, stages, rollout, judgement, soft_targets=(targets,))]
+
+    def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:
+        def likeliest(sample: spot.Sample, live: spot.Live) -> spot.Sample:
+            (asked,), order = sample.supervision.soft_targets, np.argsort(-live.rows[0].logprobs, axis=1)[:, : self.k]
+            ids, p = (np.take_along_axis(each, order, axis=1) for each in (asked.token_ids, asked.probabilities))
+            targets = spot.soft_targets(asked.positions, ids, np.log(p), asked.weights, asked.divergence)
+            return spot.revised(sample, soft_targets=(targets,))
+
+        return [*map(likeliest, batch.samples, batch.live)]
