@@ -26,14 +26,12 @@ class Rlsd:
             raise spot.ConfigError("prompt.teacher.text: RLSD compares two contexts; give one that names {solution}")
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
-        rollouts = await spot.gather(stages.rollout(n=n) for n in range(self.n))
-        said = await spot.gather(
-            spot.both(stages.verify(r.token_ids), stages.score(r.token_ids, top_k=0)) for r in rollouts
-        )
+        ys = await spot.gather(stages.rollout(n=n) for n in range(self.n))
+        asked = (spot.both(stages.verify(y.token_ids), stages.score(y.token_ids, top_k=0)) for y in ys)
+        said = await spot.gather(asked)
         advantages = spot.group_advantages([judgement.reward for judgement, _ in said])
         pulls = [(spot.pull(scores, a),) for (_, scores), a in zip(said, advantages, strict=True)]
-        of_each = zip(rollouts, said, pulls, strict=True)
-        return [spot.student_sample(prompt, stages, rollout, *words, pulls=own) for rollout, words, own in of_each]
+        return [spot.student_sample(prompt, stages, y, *w, pulls=p) for y, w, p in zip(ys, said, pulls, strict=True)]
 
     def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:
         pulls = [spot.weighted(sample.supervision.pulls[0], 1.0) for sample in batch.samples]  # weighted with A_group

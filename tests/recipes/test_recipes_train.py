@@ -61,7 +61,7 @@ OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_avera
 # several teachers are in `running/test_routed_teachers.py` and `running/test_several_teachers.py` too.
 SHOWN = ("gkd", "guided_prefix", "kdrl", "sdpo")
 SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
-# Their lines are those of kdrl, opsd, exopd and tip, weighted or clipped, and of forward_kl_tail and gkd, the other way.
+# Their lines are those of kdrl, opsd, exopd and tip, weighted or clipped, and of forward_kl_tail and gkd turned.
 ALIKE = ("cal_opd", "paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd", "ta_opd")
 # What they compute of the student is of the one in training. That of TIP is compared in the others, these are long.
 REVISED = ("cal_opd", "paced", "reopold", "rethinking_opd", "rlsd", "scope", "ta_opd", "taid", "tropd", "vopd")
