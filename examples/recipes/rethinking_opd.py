@@ -14,13 +14,13 @@ from spot_async.protocols import PromptStages
 
 class RethinkingOpd:
     class Settings(spot.PluginSettings):
-        top_k: int = 16
-        asked_top_k: int = 24  # about which the teacher is asked
+        top_k: int = 24  # tokens of the student about which the teacher is asked
+        candidates: int = 16  # the k of S_t
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.k, self.asked, self.limit = settings.top_k, settings.asked_top_k, context.vocab_limit
+        self.asked, self.k, self.limit = settings.top_k, settings.candidates, context.vocab_limit
         needs = {"teacher_candidates": True, "outcomes": False, "term_bytes_per_token": spot.row_bytes(self.asked)}
-        self.needs = spot.PolicyNeeds(rollout_top_k=self.asked, teacher_top_k_key="asked_top_k", **needs)
+        self.needs = spot.PolicyNeeds(rollout_top_k=self.asked, teacher_top_k_key="top_k", **needs)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         y = (rollout := await stages.rollout(top_k=self.asked)).token_ids
