@@ -37,7 +37,7 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.totals import performance_words, run_performance
 from spot_async.tools.inspect.report import read_report
 from spot_async.trainer import metrics
-from spot_async.trainer.messages import Batch, Trained, UpdateShare
+from spot_async.trainer.messages import Batch, Look, LookShare, Trained, UpdateShare
 from spot_async.trainer.metrics import Meters
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
@@ -110,13 +110,31 @@ def of_gpu(trainer: StudentTrainer, model: Path, **training: Any) -> StudentTrai
     return trainer
 
 
-@pytest.mark.parametrize("training", [{}, {"behavior": "recomputed"}, {"lora": {"rank": 3, "alpha": 6}}], ids=str)
+@pytest.mark.parametrize(
+    ("training", "looks"),
+    [
+        ({}, False),
+        ({"behavior": "recomputed"}, False),
+        ({"behavior": "recomputed"}, True),
+        ({"lora": {"rank": 3, "alpha": 6}}, False),
+    ],
+    ids=str,
+)
 def test_the_count_is_that_of_the_products_that_the_trainer_makes(
-    student: Path, make_trainer: MakeTrainer, supervision: MakeSample, tmp_path: Path, training: dict[str, Any]
+    student: Path,
+    make_trainer: MakeTrainer,
+    supervision: MakeSample,
+    tmp_path: Path,
+    training: dict[str, Any],
+    looks: bool,
 ) -> None:
     trainer = make_trainer(student, tmp_path, packing=False, mini_batch_size=1, **training)
     trainer.model.set_attn_implementation("eager")  # whose products torch's counter knows
     sample, as_long = supervision(1, 12), supervision(6, 12)
+    if looks:
+        (share,) = trainer.divide(Look(0, (sample, as_long)))
+        assert isinstance(share, LookShare)
+        trainer.keep(trainer.losses.look(share.update))
     with FlopCounterMode(display=False, depth=1) as counter:
         report = trainer.train(Batch(0, (sample, as_long)))
     counts = counter.get_flop_counts()
@@ -130,8 +148,8 @@ def test_the_count_is_that_of_the_products_that_the_trainer_makes(
     lora = LoraConfig.model_validate(training["lora"]) if "lora" in training else None
     if lora is not None:  # below the first adapters nothing is trained, so nobody asks for their inputs' gradients
         expected += 2 * 2 * tokens * (size.hidden * (size.queries + 2 * size.keys) + 3 * size.hidden * lora.rank)
-    # The first update's log pi_old comes from its training pass.
-    again = training.get("behavior") == "recomputed"
+    # The first update's log pi_old comes from its training pass, and the second one's from a look, if there was one.
+    again = training.get("behavior") == "recomputed" and not looks
     first, second = (
         training_operations(size, [tokens], rows=12, lora=lora, recomputes_behavior=each) for each in (False, again)
     )
