@@ -93,10 +93,7 @@ def loss_of(
 def live_batch(
     samples: Sequence[Sample], live: Sequence[Live] | None = None, *, iteration: int = 0, progress: float = 0.0
 ) -> LiveBatch:
-    """Return what `revise` is given of samples: those with supervision, and what a student says of each of these.
-
-    That is `live`, such as `loss_of(...).live`, or else what a simulated student says.
-    """
+    """Return what `revise` is given of samples. `live` is of those with supervision; None: a simulated student's."""
     drafts = [each for each in samples if each.supervision is not None]
     if live is None:
         live = [simulated_live(each.supervision) for each in drafts if each.supervision is not None]
