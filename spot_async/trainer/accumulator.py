@@ -68,7 +68,7 @@ class Accumulator:
         return self.normalized(passes) if self.training.normalize_advantages else passes
 
     def micro_batch(self, update: UpdateShare, places: Sequence[int], recomputes: bool) -> MicroBatch:
-        """Collate samples of an update, with log pi_old as served or, if it `recomputes`, a look's or the present one."""
+        """Collate samples of an update, with log pi_old as served or, if it `recomputes`, that of a look or of now."""
         batch = collate([update.samples[place] for place in places], is_packed=self.layout.is_packed)
         if recomputes and update.old_logprobs is not None:
             found = np.concatenate([np.zeros(0, np.float32), *(update.old_logprobs[place] for place in places)])
