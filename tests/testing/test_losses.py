@@ -111,7 +111,7 @@ def dense_vopd(samples: Sequence[Sample]) -> tuple[float, float]:
         at = torch.tensor(own.response_ids.tolist())[:, None]
         of_teacher, of_student = log_p.gather(1, at)[:, 0], log_q.gather(1, at)[:, 0]
         advantages = of_teacher - of_student + (log_q.exp() * (log_q - log_p)).sum(-1)
-        weights = (of_student - torch.from_numpy(own.behavior_logprobs)).exp().clamp(max=2.0)
+        weights = (of_student - torch.tensor(own.behavior_logprobs.tolist())).exp().clamp(max=2.0)
         losses.append(-((weights * advantages).detach() * (of_student - of_student.detach()).exp()).mean())
     loss = torch.stack(losses).mean()
     loss.backward()
