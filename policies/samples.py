@@ -9,6 +9,7 @@ import numpy as np
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather
 from spot_async.config import teacher_area
+from spot_async.models.chunks import chunk_sums
 from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.protocols import PromptStages
 from spot_async.terms import on_policy, pull
@@ -84,6 +85,9 @@ def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[s
         area, known, rows = teacher_area(name), each.known, each.known_rows
         if each.valid is not None:
             metrics[f"{area}/masked"] = 1.0 - float(each.valid.mean())
+        if each.chunks is not None and known.any():
+            sizes = chunk_sums(np.ones(len(known)), each.chunks)
+            metrics[f"{area}/chunked"] = float((sizes[known] > 1).mean())
         if rows.any():
             metrics[f"{area}/entropy_nats"] = float(each.entropy[rows].mean())
         if name and student is not None and (both := known & np.isfinite(student)).any():
@@ -104,6 +108,7 @@ def teacher_record(scores: Scores) -> dict[str, Any]:
         name: {
             "teacher_logprobs": shown(each.known, each.logprobs),
             "teacher_entropy_nats": shown(each.known_rows, each.entropy),
+            **({} if each.chunks is None else {"teacher_chunks": each.chunks}),
         }
         for name, each in scores.items()
     }

@@ -18,6 +18,7 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
+from spot_async.checks.own_tokenizers import TextsRead
 from spot_async.checks.plan_inputs import (
     PlannedModels,
     check_ends,
@@ -77,6 +78,7 @@ class TrainPlan:
     silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
     common: CommonVocabulary  # the token ids that all models with the student's tokens know
     own_tokens: Mapping[str, OwnTokens]  # by role, how a teacher with a tokenizer of its own reads the student's tokens
+    texts_read: Mapping[str, TextsRead]  # by role, what such a teacher makes of the problems
 
     @property
     def problems(self) -> int:
@@ -150,6 +152,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         silence=silence and silence.with_longer_start(added_start_s(served)),
         common=models.common,
         own_tokens=models.own_tokens,
+        texts_read=data.texts_read,
     )
 
 
@@ -326,7 +329,7 @@ def _prompts_of_teachers(plan: TrainPlan) -> list[str]:
     problem = next(iter(plan.schedule)).problem
     students, lines = plan.renderer.generation_prompt(problem), {}
     for role, each in plan.teacher_renderers.items():
-        if (teachers := each.generation_prompt(problem)) != students:
+        if (teachers := each.generation_prompt(problem)) != students and role not in plan.own_tokens:
             lines[each.key] = (
                 f"{each.key}: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, "
                 "so they expect different first tokens: unless that is meant, set template, thinking and "

@@ -7,20 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
+from spot_async.checks.own_tokenizers import TextsRead, check_texts, read_own_tokens, read_texts
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
-from spot_async.models.chunks import UNKNOWN
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.own_tokens import OwnTokens
-from spot_async.models.token_bytes import TokenBytes
 from spot_async.models.weight_files import has_weights, weight_files
 from spot_async.models.whole import check_whole
 from spot_async.types import PolicyNeeds, Problem
@@ -64,7 +61,7 @@ def plan_models(config: Config) -> PlannedModels:
     frozen = dict(teachers)
     if config.reference is not None:
         frozen["reference"] = read_model("reference", config.reference.model)
-    own_tokens = {role: _own_tokens(config, role, student, teachers[role]) for role in config.own_tokenizers}
+    own_tokens = {role: read_own_tokens(config, role, student, teachers[role]) for role in config.own_tokenizers}
     for role in frozen.keys() - own_tokens.keys():
         _check_same_vocabulary(student, role, frozen[role])
     models = PlannedModels(student, teachers, frozen, own_tokens)
@@ -106,41 +103,6 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
     )
 
 
-def _own_tokens(config: Config, role: str, student: ModelFiles, teacher: ModelFiles) -> OwnTokens:
-    try:
-        return OwnTokens(
-            TokenBytes(student.vocabulary.tokenizer, student.vocab_size),
-            TokenBytes(teacher.vocabulary.tokenizer, teacher.vocab_size),
-            teacher.vocabulary.tokenizer,
-            student_ends=student.vocabulary.end_token_ids,
-            teacher_ends=teacher.vocabulary.end_token_ids,
-            end_score=config.stages.score.end_token,
-            special_tokens=config.teachers_by_role[role].special_tokens,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{role}.tokenizer=own: {error}") from None
-
-
-TEXTS_READ, LEAST_KNOWN = 200, 0.95
-
-
-def _check_texts(role: str, own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Problem]) -> None:
-    """Raise ConfigError if the teacher's tokenizer reads another text than is there: problems and solutions."""
-    tokens, known, example = 0, 0, ""
-    for problem in problems[:TEXTS_READ]:
-        ids = student.vocabulary.encode(f"{problem.text} {problem.solution or ''}".strip())
-        is_known = own_tokens.read(np.append(ids, np.int32(student.vocabulary.end_token_ids[0]))).ours != UNKNOWN
-        tokens, known = tokens + len(is_known), known + int(is_known.sum())
-        if not example and not is_known.all():
-            first = int(np.argmin(is_known))
-            example = f"{student.vocabulary.whole_text(ids[first : first + 4])!r} in problem {problem.id!r}"
-    if known < LEAST_KNOWN * tokens:
-        raise ConfigError(
-            f"{role}.tokenizer=own: it reads only {known / tokens:.0%} of the tokens of the problems as they are "
-            f"written, and not {example}: it rewrites text, and its scores would be of another one"
-        )
-
-
 def common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
     """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
     others = config.models.keys() - {"student", *config.own_tokenizers}
@@ -172,6 +134,7 @@ class PlannedData:
     renderer: PromptRenderer
     teacher_renderers: Mapping[str, TeacherPromptRenderer]  # by role; those that read the student's prompt have none
     schedule: PromptSchedule
+    texts_read: Mapping[str, TextsRead]  # by role, what a teacher with its own tokenizer makes of the problems
 
 
 def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> PlannedData:
@@ -201,14 +164,15 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     for role, own in teacher_renderers.items():
         read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
         own.check_rows(own.key, read, models.by_role[role].vocab_size, f"the {role}")
-    for role, own_tokens in models.own_tokens.items():
-        _check_texts(role, own_tokens, student, problems)
-    for key, found in sets.items():
+    texts_read = {role: read_texts(each, student, problems) for role, each in models.own_tokens.items()}
+    for role, found in texts_read.items():
+        check_texts(role, found)
+    for key, loaded in sets.items():
         if not any(source.problem.set_key == key for source in sources):
             also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
             raise ConfigError(
-                f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(found.problems)} prompts of "
-                f"{key} are longer, the instruction included{also}; raise it"
+                f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(loaded.problems)} prompts "
+                f"of {key} are longer, the instruction included{also}; raise it"
             )
     schedule = PromptSchedule(
         sources,
@@ -219,7 +183,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         iterations=config.training.iterations,
         shares=config.data.shares,
     )
-    return PlannedData(sets, problems, renderer, teacher_renderers, schedule)
+    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, texts_read)
 
 
 def _template_owner(

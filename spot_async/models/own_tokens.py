@@ -149,6 +149,10 @@ class OwnTokens:
 
     stop = written = prefix
 
+    def student_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token of the student; none for what has no text."""
+        return self._student.bytes_of[token_id] or b""
+
     def _pieces(self, ids: IntArray) -> list[IntArray]:
         """Return the ids in runs of text, and each special token by itself."""
         special = ~self._is_text[ids]

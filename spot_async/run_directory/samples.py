@@ -77,6 +77,7 @@ class SampleRecord(SampleSummary, kw_only=True):
     behavior_logprobs: list[float | None] | None = None
     teacher_logprobs: list[float | None] | None = None
     teacher_entropy_nats: list[float | None] | None = None
+    teacher_chunks: list[int] | None = None  # of a teacher that knows these alone; -1 where it knows nothing
     advantage: float | None = None  # the whole response's, where the policy gives it one
     reward: float | None = None  # where it is not the verdict's, or the policy compares it with those of its group
     feedback: str = ""  # the verifier's

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from spot_async.base.text import with_error
 from spot_async.config import teacher_area
 from spot_async.loop.events import IterationFinished
+from spot_async.models.chunks import UNKNOWN, chunk_sums
 from spot_async.run_directory.layout import DECIMALS
 from spot_async.telemetry.totals import Rows, of_each
-from spot_async.types import Float64Array, Int64Array, Sample, Verdict
+from spot_async.types import Float64Array, Int64Array, IntArray, Sample, Verdict
 
 TEACHER = teacher_area("")
 AGREED_NATS = 0.1  # teacher and student agree on a token where |log p_T / p_S| is less
@@ -51,9 +52,17 @@ class Opinion(NamedTuple):
     sums: RatioSums
 
 
-def ratio_sums(teacher: npt.NDArray[np.floating], student: npt.NDArray[np.floating]) -> RatioSums:
-    """Return the sums over a response's log-probabilities (T,); NaN where one of them is unknown."""
+def ratio_sums(
+    teacher: npt.NDArray[np.floating], student: npt.NDArray[np.floating], chunks: IntArray | None = None
+) -> RatioSums:
+    """Return the sums over a response's log-probabilities (T,); NaN where one of them is unknown.
+
+    Of a teacher that knows `chunks` (T,) alone, the ratio of a chunk counts as that of a token.
+    """
     ratios = teacher.astype(np.float64) - student
+    if chunks is not None:
+        numbers, first = np.unique(chunks, return_index=True)
+        ratios = chunk_sums(ratios, chunks)[first[numbers != UNKNOWN]]
     ratios = ratios[np.isfinite(ratios)]
     return RatioSums(
         tokens=len(ratios),
@@ -75,10 +84,11 @@ def opinion(record: Mapping[str, Any], said: Mapping[str, Any]) -> Opinion | Non
         teacher, student = (np.asarray(each, np.float64).round(DECIMALS) for each in given)
     except (TypeError, ValueError):  # a policy may record under these names what it likes
         return None
-    if reward is None or teacher.shape != student.shape:
+    chunks = said.get("teacher_chunks")
+    if reward is None or teacher.shape != student.shape or len(teacher if chunks is None else chunks) != len(teacher):
         return None
     problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
-    sums = ratio_sums(teacher, student)
+    sums = ratio_sums(teacher, student, None if chunks is None else np.asarray(chunks, np.int32))
     if record.get("top_p", 1.0) != 1.0:
         sums = sums._replace(excess=math.nan)
     return Opinion(problem, tier, str(record.get("domain") or category), reward, sums) if sums.tokens else None

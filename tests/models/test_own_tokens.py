@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, ContractError
 from spot_async.models.chunks import UNKNOWN
 from spot_async.models.own_tokens import OwnTokens, Reading
 from spot_async.models.token_bytes import TokenBytes
+from spot_async.stages.teachers import NOTHING_SCORED
+from spot_async.types import TokenScores
 
 END, START, THINK = "<|im_end|>", "<|im_start|>", "<think>"
 PADDED = 5  # ids of a softmax beyond the tokenizer's
@@ -262,3 +265,48 @@ def test_a_teacher_with_too_little_room_reads_whole_chunks_and_the_rest_is_unkno
     more = int((whole.theirs <= chunks).sum())
     assert more > room or chunks == int(whole.theirs.max()) + 1, "and no chunk that would fit is left out"
     assert len(part.added_ids) == 0 or part.ids[-1] == whole.ids[-1]
+
+
+def said_of(reading: Reading, known: np.ndarray[Any, Any] | None = None) -> TokenScores:
+    """What a teacher says of the tokens that it reads."""
+    logprobs = -np.random.default_rng(len(reading.ids)).exponential(size=len(reading.ids)).astype(np.float32)
+    return msgspec.structs.replace(NOTHING_SCORED, logprobs=logprobs, valid=known)
+
+
+@given(TEXTS)
+def test_scores_of_the_students_tokens_sum_to_the_teachers_of_the_response(text):
+    pair, response = PAIRS["numbers", "words"], ended(text)
+    reading = pair.read(response)
+    said = said_of(reading)
+    scores = pair.scores(said, reading, 0)
+    assert scores.logprobs.sum(dtype=np.float64) == pytest.approx(said.logprobs.sum(dtype=np.float64), abs=1e-4)
+    assert scores.chunks is not None
+    assert scores.chunks.tolist() == reading.ours.tolist()
+    for chunk in set(reading.ours.tolist()):
+        own = scores.logprobs[reading.ours == chunk]
+        assert own == pytest.approx([said.logprobs[reading.theirs == chunk].sum() / len(own)] * len(own), rel=1e-5)
+    assert not scores.known_rows.any()
+
+
+def test_a_chunk_of_which_the_teacher_knows_a_part_is_unknown():
+    pair, response = PAIRS["words", "numbers"], np.array([*written("words", " 1234=12"), 0], np.int32)
+    reading = pair.read(response)
+    assert reading.theirs.tolist()[:2] == [0, 1]
+    known = np.ones(len(reading.ids), np.bool_)
+    known[0] = False
+    scores = pair.scores(said_of(reading, known), reading, 0)
+    assert scores.known.tolist() == [chunk > 0 for chunk in reading.ours.tolist()]
+    assert scores.logprobs[~scores.known].tolist() != scores.logprobs[scores.known].tolist()
+    assert (scores.chunks == np.where(scores.known, reading.ours, UNKNOWN)).all()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda pair: pair.candidates(np.zeros(1, np.int32)), lambda pair: pair.positions(None)]
+)
+def test_what_only_rows_could_answer_is_refused(ask):
+    pair = PAIRS["numbers", "words"]
+    with pytest.raises(ContractError, match="reads in tokens of its own"):
+        ask(pair)
+    reading = pair.read(ended("12"))
+    with pytest.raises(ContractError, match=r"asks for the teacher's top-4, and it reads in tokens of its own"):
+        pair.scores(said_of(reading), reading, 4)

@@ -62,6 +62,7 @@ class JoinedTeacher:
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._parts, self._directory = settings.parts, model
+        self._one_at_a_time = asyncio.Lock()
         self._files, self._known = Vocabulary.load(Path(model)), Vocabulary.load(Path(settings.parts))
 
     async def __aenter__(self) -> Self:
@@ -91,12 +92,16 @@ class JoinedTeacher:
         )
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        async with asyncio.timeout_at(request.deadline), self._one_at_a_time:
+            return await asyncio.to_thread(self._score, request, top_k)
+
+    def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:
         before, of_each = self._in_parts(request.prompt_ids), list(map(self._in_parts, request.response_ids[:, None]))
         starts = len(before) + np.cumsum([0, *map(len, of_each)])[:-1]
         ids = torch.tensor([*before, *chain.from_iterable(of_each)])
         chosen = torch.from_numpy(request.response_ids.astype(np.int64))[:, None]
         if top_k > 1:  # as the checks ask, which look at whole rows
-            rows = torch.stack([self._row(ids[:start]) for start in starts.tolist()])
+            rows = self._rows(ids, torch.from_numpy(starts))
             logprobs, top = rows.gather(-1, chosen), rows.topk(top_k)
         else:
             logprobs = torch.from_numpy(self._products(ids, starts))[:, None]
@@ -119,21 +124,27 @@ class JoinedTeacher:
         return np.add.reduceat(of_parts.astype(np.float64), starts - 1).astype(np.float32)
 
     @torch.inference_mode()
-    def _row(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (V,) of the next joined token: a left part alone is one with no digit behind."""
+    def _rows(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (N, V) of joined tokens at `starts` (N,). A left part alone has no digit behind.
+
+        Whatever stands behind the left part does not matter, so all are asked for in one pass.
+        """
         known = self._known.tokenizer.get_vocab()
         left = torch.tensor([known[each] for each in LEFT])
         digits = torch.tensor([known[each] for each in string.digits])
-        first = self._model(ids[None]).logits[0, -1].log_softmax(-1)
-        behind = self._model(torch.cat([ids.expand(len(left), -1), left[:, None]], 1)).logits[:, -1].log_softmax(-1)
-        joined = first[left][:, None] + behind[:, digits]
+        first = self._model(ids[None]).logits[0, starts - 1].log_softmax(-1)
+        texts = ids.expand(len(starts), len(left), -1).clone()
+        texts.scatter_(2, starts.expand(len(left), -1).T[:, :, None], left.expand(len(starts), -1)[:, :, None])
+        behind = self._model(texts.flatten(0, 1)).logits.view(*texts.shape, -1)
+        behind = behind[torch.arange(len(starts)), :, starts].log_softmax(-1)[:, :, digits]
         alone = first.clone()
-        alone[left] += torch.log1p(-behind[:, digits].exp().sum(-1).clamp(max=1 - 1e-7))
-        row = torch.full((len(self._files.tokenizer),), -60.0)
+        alone[:, left] += torch.log1p(-behind.exp().sum(-1).clamp(max=1 - 1e-7))
+        rows = torch.full((len(starts), len(self._files.tokenizer)), -60.0)
         names = self._files.tokenizer.get_vocab()
-        row[[names[name] for name in known]] = alone[list(known.values())]
-        row[[names[each + digit] for each in LEFT for digit in string.digits]] = joined.flatten()
-        return row.log_softmax(-1)
+        rows[:, [names[name] for name in known]] = alone[:, [*known.values()]]
+        pairs = [names[each + digit] for each in LEFT for digit in string.digits]
+        rows[:, pairs] = (first[:, left, None] + behind).flatten(1)
+        return rows.log_softmax(-1)
 
     def _in_parts(self, ids: Any) -> list[int]:
         return [part for token_id in ids.tolist() for part in self._parts_of(token_id)]

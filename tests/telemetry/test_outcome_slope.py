@@ -241,6 +241,17 @@ def test_errors_are_those_of_redrawn_batches(responses):
     assert np.mean(np.square(errors)) == pytest.approx(np.var(values), rel=0.25)
 
 
+def test_the_ratio_of_a_chunk_counts_as_that_of_a_token():
+    """Its even parts would not: exp(d / 2) twice is not exp(d) once."""
+    student, chunks = np.log([0.5, 0.25, 0.5, 0.9, 0.1]), np.array([0, 0, 1, 2, -1], np.int32)
+    even = np.array([np.log(0.5) / 2, np.log(0.5) / 2, np.log(0.25), np.log(0.9), np.nan])
+    found = ratio_sums(even, student, chunks)
+    assert found.tokens == 3
+    assert found.excess == pytest.approx((0.5 / 0.125 - 1) + (0.25 / 0.5 - 1))
+    assert found.log_ratio == pytest.approx(np.log(4) + np.log(0.5))
+    assert found.agreed == 1
+
+
 def test_ratios_are_summed_over_tokens_that_both_models_know_and_large_ones_count_as_ten():
     teacher = np.array([np.log(0.5), np.log(0.9), np.nan, -np.inf, np.log(0.2)], np.float32)
     student = np.log(np.array([0.25, 0.01, 0.5, 0.5, 0.2], np.float32))

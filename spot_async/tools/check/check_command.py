@@ -182,6 +182,7 @@ def _run_lines(config: Config, plan: TrainPlan, path: Path) -> list[str]:
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
         f"rate      {schedule_words(training, plan.schedule.iterations)}",
         *(f"tokens    {line}" for line in plan.common.words),
+        *(f"tokens    {role}: {line}" for role, read in plan.texts_read.items() for line in read.words),
         f"evaluate  {evaluated}",
         f"write     {path}",
     ]

@@ -19,6 +19,7 @@ import msgspec
 from markupsafe import Markup
 
 from spot_async.base.text import counted, visible
+from spot_async.models.chunks import UNKNOWN
 from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleRow
 from spot_async.tools.pages.page import Links, filled
 
@@ -138,7 +139,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
             title = "Teacher entropy, as a share of the largest possible"
         found.append(Colouring("score", f"{title} (root scale)", "0", f"{highest:.3g}", tokens(levels)))
     if teacher is not None and student is not None:
-        advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
+        advantages = [difference(sample, position) or 0.0 for position in range(length)]
         levels = [max(-1.0, min(1.0, advantage / ADVANTAGE_FULL_NATS)) for advantage in advantages]
         title = "Advantage: teacher minus student log-probability, nats"
         ends = f"−{ADVANTAGE_FULL_NATS:g} or less", f"+{ADVANTAGE_FULL_NATS:g} or more"
@@ -231,13 +232,34 @@ def token_label(sample: SampleRecord, position: int, text: str, score_name: str 
         parts.append(f"log student {student:.3f}")
     if teacher is not None:
         parts.append(f"log teacher {teacher:.3f}")
-    if student is not None and teacher is not None:
-        parts.append(f"advantage {teacher - student:+.3f}")
+    if (advantage := difference(sample, position)) is not None:
+        first, last = chunk_at(sample, position)
+        parts.append(f"advantage {advantage:+.3f}" + (f" of tokens {first} to {last} together" if last > first else ""))
     if position in sample.gated_positions:
         parts.append("gate open")
     if entropy is not None:
         parts.append(f"teacher entropy {entropy:.3f} nats")
     return " · ".join(parts)
+
+
+def chunk_at(sample: SampleRecord, position: int) -> tuple[int, int]:
+    """Return the first and the last token of a position's chunk, of which the teacher knows only the sum."""
+    chunks = sample.teacher_chunks or ()
+    if len(chunks) != len(sample.response_ids) or chunks[position] == UNKNOWN:
+        return position, position
+    first = chunks.index(chunks[position])
+    return first, first + chunks.count(chunks[position]) - 1
+
+
+def difference(sample: SampleRecord, position: int) -> float | None:
+    """Return teacher minus student at a token, or over its chunk; None if one of them is unknown."""
+    teacher, student = per_token(sample, "teacher_logprobs"), per_token(sample, "behavior_logprobs")
+    if teacher is None or student is None:
+        return None
+    first, last = chunk_at(sample, position)
+    pairs = [*zip(teacher[first : last + 1], student[first : last + 1], strict=True)]
+    known = [t - s for t, s in pairs if t is not None and s is not None]
+    return sum(known) if len(known) == len(pairs) else None
 
 
 def shortened(text: str, head: int = 160, tail: int = 240) -> str:
