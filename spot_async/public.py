@@ -30,11 +30,11 @@ from spot_async.running.library import resume as resume
 from spot_async.running.library import resume_async as resume_async
 from spot_async.running.library import run as run
 from spot_async.running.library import run_async as run_async
-from spot_async.running.library import stages_for as stages_for
 from spot_async.running.summary import TrainOutcome as TrainOutcome
 from spot_async.stages.services import Services as Services
 from spot_async.stages.services import StagesSettings as StagesSettings
 from spot_async.stages.services import TeacherService as TeacherService
+from spot_async.stages.stages import stages_for as stages_for
 from spot_async.terms import cells as cells
 from spot_async.terms import compared as compared
 from spot_async.terms import difference as difference

@@ -37,12 +37,15 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
-    "testing": GROUND | {"protocols", "stages", "loop", "running", "trainer"},
+    "testing": GROUND | {"protocols", "stages", "loop", "trainer"},
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving"},
 }
-STARTED = {("spot_async/telemetry/prometheus.py", "cli")}  # at `/` of a run's metrics its report is made by the command
-SIMULATING = {"tools": {"testing"}}  # `simulate` runs on virtual time; no run does
+STARTED = {
+    ("spot_async/telemetry/prometheus.py", "cli"),  # at `/` of a run's metrics its report is made by the command
+    ("spot_async/testing/conformance/plugin.py", "running"),  # starts the backend that it checks
+}
+SIMULATING = {"tools": {"testing"}, "running": {"testing"}}  # `simulate` and the rehearsal are on virtual time
 OURS = re.compile(r"spot_async(\.\w+)+")
 FACADES = {"__init__", "__main__", "public"}  # the package's own: what it shows, and its command
 

@@ -1,13 +1,19 @@
 """One channel for what happens in a run. Who publishes knows no listener, and listeners do not know each other.
 
-Each room has the types of its own events: `stages/events.py`, `loop/events.py`.
+Each room has the types of its own events: `stages/events.py`, `loop/events.py`. What is logged for people goes to
+structlog, and where that writes is said here too.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import msgspec
+import structlog
+
+from spot_async.base.secrets import SECRETS
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -46,3 +52,38 @@ class Channel:
     def on(self, event: Event) -> None:
         """Pass on what happens on another channel, as a listener of that one."""
         self.publish(event)
+
+
+@contextlib.contextmanager
+def logged_by(**settings: Any) -> Iterator[None]:
+    """Log by these settings of structlog while inside, and afterwards as before."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.configure(**settings)
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        if before is not None:
+            structlog.configure(**before)
+
+
+def log_events_to_python_logging() -> None:
+    """Send what is logged to the Python logger of its module, unless the program has configured structlog itself.
+
+    By default structlog prints it, which a library must not do.
+    """
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.processors.format_exc_info,
+                structlog.processors.KeyValueRenderer(key_order=["event"]),
+                without_secrets,
+            ],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
+
+
+def without_secrets(logger: object, method: str, line: Any) -> str:
+    return SECRETS.struck_text(line)

@@ -23,15 +23,11 @@ from spot_async.config import Config
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.models.hub import with_downloads
-from spot_async.protocols import Policy
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running import training as runtime
 from spot_async.running.resuming import open_run
 from spot_async.running.summary import TrainOutcome
-from spot_async.stages.services import Services, StagesSettings
-from spot_async.stages.stages import Stages
-from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.telemetry.screen import Screen, show_nearest_characters
 
 _one_run = threading.Lock()
@@ -120,15 +116,6 @@ async def _train(
         return await runtime.train(config, plan, directory, console, runtime.Start(checkpoint=checkpoint))
     except ExceptionGroup as failures:
         raise root_cause(failures) from failures
-
-
-def stages_for(policy: Policy, services: Services, settings: StagesSettings | None = None) -> Stages:
-    """Return stages over services that run already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
-
-    Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
-    """
-    log_events_to_python_logging()
-    return Stages(services, settings or StagesSettings(), policy.needs)
 
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:

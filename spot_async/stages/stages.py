@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from spot_async.base.events import Channel
+from spot_async.base.events import Channel, log_events_to_python_logging
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.config import StageConfig, teacher_role
@@ -22,7 +22,7 @@ from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.protocols import CandidateScorer, Generator
+from spot_async.protocols import CandidateScorer, Generator, Policy
 from spot_async.replicas.capabilities import combined
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
@@ -150,6 +150,15 @@ class Stages:
 
     def for_prompt(self, prompt: Prompt) -> BoundStages:
         return BoundStages(self, prompt)
+
+
+def stages_for(policy: Policy, services: Services, settings: StagesSettings | None = None) -> Stages:
+    """Return stages over services that run already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
+
+    Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
+    """
+    log_events_to_python_logging()
+    return Stages(services, settings or StagesSettings(), policy.needs)
 
 
 class BoundStages:

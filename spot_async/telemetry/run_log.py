@@ -22,9 +22,8 @@ from typing import Any, TextIO, cast
 import msgspec
 import structlog
 
-from spot_async.base.events import Event
+from spot_async.base.events import Event, logged_by, without_secrets
 from spot_async.base.files import decode_json, whole_lines
-from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.base.text import counted
 from spot_async.errors import DataError, PluginError, RequestError
@@ -345,34 +344,24 @@ class _EventFile:
 @contextlib.contextmanager
 def log_events_to(path: Path) -> Iterator[None]:
     """Send this process's structlog events to a JSONL file while inside, and afterwards to where they went before."""
-    before = structlog.get_config() if structlog.is_configured() else None
+    processors: list[Any] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        _without_nan,
+        structlog.processors.JSONRenderer(),
+        without_secrets,
+    ]
     with contextlib.closing(_EventFile(path)) as file:
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.processors.format_exc_info,
-                _without_nan,
-                structlog.processors.JSONRenderer(),
-                _without_secrets,
-            ],
-            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
-        )
-        try:
-            yield
-        except Exception as error:
-            if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line, the log the trace
-                structlog.get_logger().error("plug-in at fault", exc_info=error)
-            structlog.get_logger().error(ENDS_EARLY, reason=_reason(error))
-            raise
-        finally:
-            structlog.reset_defaults()
-            if before is not None:
-                structlog.configure(**before)
-
-
-def _without_secrets(logger: object, method: str, line: Any) -> str:
-    return SECRETS.struck_text(line)
+        factory = structlog.WriteLoggerFactory(file=cast(TextIO, file))
+        with logged_by(processors=processors, logger_factory=factory):
+            try:
+                yield
+            except Exception as error:
+                if any(isinstance(each, PluginError) for each in leaves(error)):  # people get one line, the log a trace
+                    structlog.get_logger().error("plug-in at fault", exc_info=error)
+                structlog.get_logger().error(ENDS_EARLY, reason=_reason(error))
+                raise
 
 
 def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -387,21 +376,3 @@ def _reason(error: Exception) -> str:
         return error_words(root_cause(error))
     except Exception:  # noqa: BLE001 - a bug in describing an error must not hide the error itself
         return error_words(first_error(error))
-
-
-def log_events_to_python_logging() -> None:
-    """Send events to the Python logger of their module, unless the program has configured structlog itself.
-
-    By default structlog prints them, which a library must not do.
-    """
-    if not structlog.is_configured():
-        structlog.configure(
-            processors=[
-                structlog.stdlib.filter_by_level,
-                structlog.processors.format_exc_info,
-                structlog.processors.KeyValueRenderer(key_order=["event"]),
-                _without_secrets,
-            ],
-            logger_factory=structlog.stdlib.LoggerFactory(),
-            wrapper_class=structlog.stdlib.BoundLogger,
-        )

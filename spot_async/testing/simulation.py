@@ -34,9 +34,8 @@ from spot_async.models.common_vocabulary import tails_with
 from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
-from spot_async.running.library import stages_for
 from spot_async.stages.services import Services, StagesSettings, TeacherService
-from spot_async.stages.stages import Stages
+from spot_async.stages.stages import Stages, stages_for
 from spot_async.testing.services import (
     END_TOKEN,
     VOCAB_SIZE,

@@ -21,7 +21,7 @@ from spot_async.config.loading import config_from
 from spot_async.errors import BudgetSpentError, ConfigError, PermanentError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.running.library import stages_for
+from spot_async.stages.stages import stages_for
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time

@@ -18,6 +18,7 @@ from typing import Any
 
 import structlog
 
+from spot_async.base.events import logged_by
 from spot_async.base.files import writing
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
@@ -203,16 +204,14 @@ def run_agent(topology: Topology, config: Config, say: Callable[[str], None]) ->
         return await JoiningNode(topology, hello_of(topology, config), say).run()
 
     # Without a run's log, events would be printed: these are for people to read only if something is wrong.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     try:
-        ending = asyncio.run(take_part())
+        with logged_by(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)):
+            ending = asyncio.run(take_part())
     except asyncio.CancelledError:
         if not received:  # nobody asked for it, so it is a bug
             raise
         say(f"left the run by {received[-1].name}")
         return 128 + received[-1]
-    finally:
-        structlog.reset_defaults()
     words = {"done": "the run is over", "stopped": "the run was stopped, and can continue", "failed": "the run failed"}
     say(f"{words[ending]} (node 0 has its files)")
     return EXIT_CODES[ending]
