@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "run.directory",
     "run.samples_every",
     "run.trace",
+    "run.rehearsal",
     "run.verdict_every_s",
     "run.stall_timeout_s",
     "run.max_dead_share",

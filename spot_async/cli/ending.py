@@ -151,8 +151,6 @@ def run_until_stopped(
         end_stopped(received[0], directory)
     except (SpotError, OSError, BaseExceptionGroup) as error:
         cause = root_cause(error) if directory.is_there() else gone(directory, error)
-        if isinstance(cause, PluginError) and cause.__cause__ is not None:  # the plug-in's author needs the trace
-            stderr.print(Text("".join(traceback.format_exception(cause.__cause__)).rstrip()))
         fail(cause, code=exit_code(cause), note=saved(directory))
     if saves:
         end_stopped(received[0], directory)
@@ -221,6 +219,9 @@ def saved(directory: RunDirectory) -> str:
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
     """Print the failure, with its notes below it (the end of a server's log, say), and exit."""
+    at_fault = error if isinstance(error, PluginError) else error.__cause__
+    if isinstance(at_fault, PluginError) and at_fault.__cause__ is not None:  # the plug-in's author needs the trace
+        stderr.print(Text("".join(traceback.format_exception(at_fault.__cause__)).rstrip()))
     for line in SECRETS.struck_text(str(error)).split("\n"):
         stderr.print(Text(f"error: {line}", style="red"))
     for detail in getattr(error, "__notes__", ()):

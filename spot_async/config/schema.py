@@ -76,6 +76,7 @@ class RunConfig(Section):
         description="largest share of prompts that may be given up; above it the run stops, once as many prompts as a "
         "batch holds have finished",
     )
+    rehearsal: bool = Field(True, description="first ask a policy of your own for a few prompts on simulated servers")
     trace: bool = Field(True, description="write trace.json, the run's timeline for ui.perfetto.dev")
     stall_timeout_s: NonNegativeFloat | None = Field(
         None,

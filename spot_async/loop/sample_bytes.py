@@ -41,8 +41,9 @@ def worst_case_bytes(
 
 
 def payload_bytes(prompt_tokens: float, response_tokens: float, needs: PolicyNeeds) -> float:
-    """Return the bytes of one prompt's supervision, which the trainer is sent."""
+    """Return the most bytes of one prompt's supervision, which the trainer is sent."""
     per_token = BYTES_PER_RESPONSE_TOKEN + needs.term_bytes_per_token
+    per_token += BYTES_PER_TEACHER_TOKEN * max(0, len(needs.teachers) - 1)
     trajectory = 4 * prompt_tokens + per_token * response_tokens + needs.term_bytes
     return needs.samples_per_prompt * trajectory
 

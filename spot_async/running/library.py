@@ -26,6 +26,7 @@ from spot_async.models.hub import with_downloads
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running import training as runtime
+from spot_async.running.rehearsal import rehearse
 from spot_async.running.resuming import open_run
 from spot_async.running.summary import TrainOutcome
 from spot_async.telemetry.screen import Screen, show_nearest_characters
@@ -71,7 +72,7 @@ async def resume_async(
     with _alone():
         _check_overrides(overrides)
         found = await asyncio.to_thread(open_run, Path(directory), overrides, print if progress else None)
-        await asyncio.to_thread(check_room, found.directory.path, found.config, found.plan)
+        await asyncio.to_thread(_check, found.directory.path, found.config, found.plan, print if progress else None)
         return await _train(found.config, found.plan, found.directory, found.checkpoint, progress=progress)
 
 
@@ -99,9 +100,16 @@ async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -
     settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     path = RunDirectory.choose_path(settings, name)
-    await asyncio.to_thread(check_room, path, settings, plan)
+    await asyncio.to_thread(_check, path, settings, plan, print if progress else None)
     directory = await in_thread(RunDirectory.create, path, settings)
     return await _train(settings, plan, directory, progress=progress)
+
+
+def _check(path: Path, config: Config, plan: TrainPlan, say: Callable[[str], None] | None) -> None:
+    check_room(path, config, plan)
+    for line in rehearse(config, plan):
+        if say is not None:
+            say(line)
 
 
 async def _train(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
@@ -93,8 +94,8 @@ def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
     Raise PluginError if it returns others, changes more than their terms, or raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.revise"
-    for each in (*(sample.supervision for sample in batch.samples), *batch.live):
-        _make_read_only(each)
+    for each in arrays((*(sample.supervision for sample in batch.samples), *batch.live)):
+        each.setflags(write=False)  # the ledger has the drafts, which a resumed run revises again
     try:
         samples = policy.revise(batch)
     except Exception as error:
@@ -130,17 +131,17 @@ def _check_revision(name: str, draft: Supervision, found: Supervision) -> None:
         raise PluginError(f"{name} gave {draft.problem_id} a term of other weights of a teacher that follows")
 
 
-def _make_read_only(value: object) -> None:
-    """Let no array be changed in place: the ledger has the drafts, which a resumed run revises again."""
+def arrays(value: object) -> Iterator[npt.NDArray[Any]]:
+    """Yield the arrays in records and tuples of them."""
     match value:
         case np.ndarray():
-            value.setflags(write=False)
+            yield value
         case tuple():
             for each in value:
-                _make_read_only(each)
+                yield from arrays(each)
         case msgspec.Struct():
             for name in value.__struct_fields__:
-                _make_read_only(getattr(value, name))
+                yield from arrays(getattr(value, name))
 
 
 def _versions(supervision: Supervision) -> list[WeightVersion | None]:

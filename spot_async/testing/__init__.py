@@ -1,6 +1,6 @@
 """Simulates time and services for tests: ours, and those of your own policies and backends.
 
-No run imports it. `spot-async simulate` runs on it.
+`spot-async simulate` runs on it, and a run rehearses its policy on it.
 
 A test of a policy begins with one of two names: `ScriptedStages` for one prompt with numbers that the test chooses, or
 `simulated_run` for a whole run.

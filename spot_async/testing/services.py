@@ -66,27 +66,37 @@ def rng_of(*parts: object) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(zlib.crc32(repr(parts).encode())))
 
 
-def sampled_tokens(rng: np.random.Generator, sampling: SamplingSettings, mean_tokens: int) -> IntArray:
-    """Return a response of random length that ends with the end token, unless it is as long as it may be."""
+def sampled_tokens(
+    rng: np.random.Generator,
+    sampling: SamplingSettings,
+    mean_tokens: int,
+    vocab_size: int = VOCAB_SIZE,
+    end_token: int = END_TOKEN,
+) -> IntArray:
+    """Return a response of random length that ends with the end token, unless it is as long as it may be.
+
+    It ends earlier where a token is drawn that ends it.
+    """
     length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / mean_tokens)))
-    token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
+    token_ids = rng.integers(2, min(vocab_size, sampling.vocab_limit or vocab_size), length, dtype=np.int32)
     if length < sampling.max_tokens:
-        token_ids[-1] = END_TOKEN
-    return token_ids
+        token_ids[-1] = end_token
+    ends = np.flatnonzero(np.isin(token_ids, sampling.stop_token_ids))
+    return token_ids[: ends[0] + 1] if len(ends) else token_ids
 
 
-def with_topk(found: Generation, top_k: int) -> Generation:
+def with_topk(found: Generation, top_k: int, vocab_size: int = VOCAB_SIZE) -> Generation:
     """Return a response with the top-k at each token, if one was asked for."""
     if not top_k:
         return found
-    ranks = np.arange(min(top_k, VOCAB_SIZE))
-    ids = (found.token_ids[:, None] + ranks) % VOCAB_SIZE  # the sampled token is the likeliest
+    ranks = np.arange(min(top_k, vocab_size))
+    ids = (found.token_ids[:, None] + ranks) % vocab_size  # the sampled token is the likeliest
     lower = found.logprobs[:, None] - 5 * ranks
     return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
 
 
-def finish_reason(token_ids: IntArray) -> FinishReason:
-    return "stop" if token_ids[-1] == END_TOKEN else "length"
+def finish_reason(token_ids: IntArray, stop_token_ids: Sequence[int] = (END_TOKEN,)) -> FinishReason:
+    return "stop" if token_ids[-1] in stop_token_ids else "length"
 
 
 def any_lineage(version: WeightVersion) -> WeightVersion:
@@ -102,6 +112,8 @@ class SimulatedStudent:
     mean_tokens: int = 40
     version: WeightVersion = INITIAL_VERSION
     requests: int = 0
+    vocab_size: int = VOCAB_SIZE
+    end_token: int = END_TOKEN
 
     async def generate(
         self,
@@ -115,11 +127,12 @@ class SimulatedStudent:
         self.requests += 1
         version = self.version
         rng = rng_of(sampling.seed, any_lineage(version))
-        token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
+        token_ids = sampled_tokens(rng, sampling, self.mean_tokens, self.vocab_size, self.end_token)
         await self._work(len(token_ids), rng)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
-        found = generation(token_ids, logprobs, version=version, finish_reason=finish_reason(token_ids))
-        return with_topk(found, top_k)
+        reason = finish_reason(token_ids, (self.end_token, *sampling.stop_token_ids))
+        found = generation(token_ids, logprobs, version=version, finish_reason=reason)
+        return with_topk(found, top_k, self.vocab_size)
 
     async def candidate_logprobs(
         self,
@@ -176,7 +189,7 @@ class SimulatedTeacher(SimulatedStudent):
         """Return the whole distributions (T, V) of the response's tokens."""
         rng = rng_of(f"teacher{self.name}", request.prompt_ids.tobytes() + request.response_ids.tobytes())
         await self._work(len(request.response_ids), rng)
-        logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
+        logits = rng.normal(scale=2.0, size=(len(request.response_ids), self.vocab_size))
         rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return rows
 
@@ -204,9 +217,10 @@ class SimulatedTrainer:
     directory: str | None = None
     batches: list[list[Supervision]] = field(default_factory=list)
     save_s: float = 0.5
+    vocab_size: int = VOCAB_SIZE
 
     async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
-        return list(map(simulated_live, batch))
+        return [simulated_live(each, self.vocab_size) for each in batch]
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         if iteration != len(self.batches):
@@ -229,19 +243,19 @@ class SimulatedTrainer:
         return self.save_s
 
 
-def simulated_live(sample: Supervision) -> Live:
+def simulated_live(sample: Supervision, vocab_size: int = VOCAB_SIZE) -> Live:
     """Return what a simulated student says: of sampled tokens what was served, and that all tokens are as likely.
 
     Its entropies differ by token, so that a policy which goes by them can be tested.
     """
     where = policy_tokens(sample)
-    nats = np.log(VOCAB_SIZE) * np.abs(np.sin(1.0 + sample.response_ids))
+    nats = np.log(vocab_size) * np.abs(np.sin(1.0 + sample.response_ids))
     known = [np.where(where, each, np.nan).astype(np.float32) for each in (sample.behavior_logprobs, nats)]
     rows = []
     for targets in sample.soft_targets:
-        others = max(VOCAB_SIZE - targets.token_ids.shape[1], 1e-3)
-        even = np.full(targets.token_ids.shape, -np.log(VOCAB_SIZE), np.float32)
-        rows.append(LiveRows(logprobs=even, tail_logprobs=np.full(len(even), np.log(others / VOCAB_SIZE), np.float32)))
+        others = max(vocab_size - targets.token_ids.shape[1], 1e-3)
+        even = np.full(targets.token_ids.shape, -np.log(vocab_size), np.float32)
+        rows.append(LiveRows(logprobs=even, tail_logprobs=np.full(len(even), np.log(others / vocab_size), np.float32)))
     return Live(logprobs=known[0], entropy=known[1], where=where, rows=tuple(rows))
 
 

@@ -36,6 +36,7 @@ from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
+from spot_async.running.rehearsal import rehearse
 from spot_async.running.services import OpenServices
 from spot_async.tools.check.problems import JudgedSet, check_sets, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
@@ -63,10 +64,13 @@ class FilesCheck:
     needed: Requirements
 
 
-def check_files(config: Config, plan: TrainPlan, path: Path, earlier: Path | None, *, nodes: int) -> FilesCheck:
+def check_files(
+    config: Config, plan: TrainPlan, path: Path, earlier: Path | None, *, nodes: int, rehearses: bool = False
+) -> FilesCheck:
     """Return what a run takes that writes to `path`, and what is missing here. It starts nothing.
 
-    Raises DataError if the run `earlier` cannot be read.
+    A policy of spot-async's own is rehearsed too if it `rehearses`. Raises DataError if the run `earlier` cannot be
+    read, and ConfigError for a policy that would end the run.
     """
     machine = Machine.found(os.environ)
     alone = left_alone(os.environ, config.cluster)
@@ -76,6 +80,7 @@ def check_files(config: Config, plan: TrainPlan, path: Path, earlier: Path | Non
         *([] if alone is None else [alone]),
         *training_warnings(config, plan.served, machine, nodes=nodes),
         *on_named_devices(plan.served),
+        *rehearse(config, plan, shipped=rehearses),
     ]
     return FilesCheck(machine, nodes, lacking, requirements(config, plan, path, earlier, nodes=nodes))
 

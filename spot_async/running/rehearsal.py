@@ -1,0 +1,139 @@
+"""Rehearses a policy before anything starts: some of the run's own prompts on simulated servers and virtual time.
+
+So a bug in a policy shows in moments, in the line with which it would end the run. What servers offer, what models
+write, and what anything costs shows in the run alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import structlog
+
+from spot_async.base.events import logged_by
+from spot_async.base.tasks import root_cause
+from spot_async.checks.plan import TrainPlan, make_policy
+from spot_async.config import Config, teacher_name
+from spot_async.errors import ConfigError, PluginError
+from spot_async.loop.sample_bytes import payload_bytes
+from spot_async.models.files import ModelFiles
+from spot_async.protocols import Policy, ScheduleChecker
+from spot_async.stages.plugin_contract import arrays, is_ours
+from spot_async.stages.services import TeacherService
+from spot_async.testing.services import SimulatedTeacher, SimulatedTrainer, capabilities
+from spot_async.testing.simulation import make_run
+from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
+from spot_async.types import LiveBatch, Sample
+
+BATCHES, BATCH_SIZE = 2, 4
+PROMPTS = 4 * BATCHES * BATCH_SIZE  # with those in place of prompts that are given up
+MOST_TOKENS, MEAN_TOKENS = 12, 8  # of a response: some end by themselves, and some do not
+LONGEST_S = 60.0  # of virtual time for each of a policy's rounds, as of a thousand requests, one after the other
+
+
+def rehearse(config: Config, plan: TrainPlan, *, shipped: bool = False) -> list[str]:
+    """Rehearse the plan's policy; return a line if that cannot be done. `shipped`: also one of spot-async's own.
+
+    Raises ConfigError for a policy that would end the run.
+    """
+    if not config.run.rehearsal or (is_ours(plan.policy) and not shipped):
+        return []
+    try:
+        with logged_by(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)):
+            why_not = _rehearsed(config, plan)
+    except DeadlockError:
+        why_not = "it waits for something that is no stage, or without end"
+    except ConfigError as error:  # the policy was made for longer responses before
+        why_not = str(error)
+    except ExceptionGroup as failures:
+        cause = root_cause(failures)
+        raise ConfigError(f"{cause} (found on simulated servers; run.rehearsal=false asks none)") from cause
+    return [f"policy {type(plan.policy).__name__} was not rehearsed: {why_not}"] if why_not else []
+
+
+def _rehearsed(config: Config, plan: TrainPlan) -> str:
+    """Run a fresh policy; return why nothing can be said of it, or an empty text. Raises what ends the run."""
+    short = min(MOST_TOKENS, config.sampling.max_response_tokens)
+    sampling = config.sampling.model_copy(update={"max_response_tokens": short})
+    policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
+    if isinstance(policy, ScheduleChecker):  # it may keep something of the prompts that it supervises later
+        policy.check(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
+    run = make_run(
+        policy,
+        prompts=islice(plan.schedule, PROMPTS),
+        trainer=SimulatedTrainer(vocab_size=plan.student.vocab_size),
+        sampling=sampling,
+        iterations=BATCHES,
+        batch_size=BATCH_SIZE,
+        max_staleness=config.max_staleness,
+        capacity_bytes=sys.maxsize,
+        vocab_size=plan.student.vocab_size,
+        max_dead_share=1.0,
+        compute=_revised_twice,
+        **_services(config, plan),
+    )
+    run_on_virtual_time(run.orchestrator.run(), longest_s=LONGEST_S * policy.needs.rounds)
+    _check_bytes(policy, run.samples)
+    dead = [f": {error}" for error in run.journal.dead.values()]
+    return "" if run.trained else "none of its samples was trained on" + "".join(dead[:1])
+
+
+def _services(config: Config, plan: TrainPlan) -> dict[str, Any]:
+    """Return what differs from services that are all simulated: the run's vocabularies, and teachers' renderers."""
+    needs, student = plan.policy.needs, plan.student
+    teachers = plan.teachers if needs.teacher else {}
+
+    def server(files: ModelFiles, name: str = "student") -> SimulatedTeacher:
+        """Return one that writes and scores."""
+        ends = files.vocabulary.end_token_ids
+        return SimulatedTeacher(mean_tokens=MEAN_TOKENS, vocab_size=files.vocab_size, end_token=ends[0], name=name)
+
+    return {
+        "student": server(student),
+        "teachers": {
+            teacher_name(role) or "": TeacherService(
+                server=server(files, role),
+                vocabulary=files.vocabulary,
+                temperature=config.temperature(role),
+                render_turns=plan.teacher_renderers[role].turn_ids,
+                weight=config.teachers_by_role[role].weight,
+            )
+            for role, files in teachers.items()
+        },
+        "reference": server(student, "reference") if needs.reference else None,
+        "vocabulary": student.vocabulary,
+        "common": plan.common,
+        "capabilities": {
+            role: capabilities(files.vocab_size, max_generation_top_k=files.vocab_size)
+            for role, files in {"student": student, **teachers}.items()
+        },
+    }
+
+
+async def _revised_twice(revise: Callable[..., Sequence[Sample]], policy: Policy, batch: LiveBatch) -> Sequence[Sample]:
+    """Return what `revise` gives, which must be the same when it is asked once more, as after a resume."""
+    both = [revise(policy, batch) for _ in range(2)]
+    _check_bytes(policy, [*batch.samples, *both[0]])
+    terms = [[each.tobytes() for each in arrays(tuple(sample.supervision for sample in given))] for given in both]
+    if terms[0] != terms[1]:
+        name = f"policy {type(policy).__name__}.revise"
+        raise PluginError(f"{name} gave other terms when it was asked once more: it must be a pure function")
+    return both[0]
+
+
+def _check_bytes(policy: Policy, samples: Sequence[Sample]) -> None:
+    """Raise PluginError if a trajectory's arrays are larger than what the policy's needs state of its terms."""
+    name, needs = type(policy).__name__, policy.needs
+    for each in (sample.supervision for sample in samples if sample.supervision is not None):
+        tokens = len(each.response_ids)
+        stated = payload_bytes(len(each.prompt_ids), tokens, needs) / needs.samples_per_prompt
+        over = sum(array.nbytes for array in arrays(each)) - stated
+        if over > 0:
+            raise PluginError(
+                f"policy {name}: the terms of {each.problem_id} take {over / tokens:.3g} bytes a token more than its "
+                "needs state: raise PolicyNeeds.term_bytes_per_token by as many"
+            )
