@@ -80,7 +80,6 @@ RESTARTED = "trainer restarted"  # the run continued from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
 NO_ADVICE = "no advice"  # the teacher does not point to right answers, or no longer does
 FELL = "entropy fell"  # of the student, within an iteration
-STALE = "stale advantages"  # a policy gives what the trainer cannot recompute
 
 CONFIGS = "configs"
 SUMMARY = "summary.json"

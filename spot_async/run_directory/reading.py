@@ -28,7 +28,6 @@ from spot_async.run_directory.layout import (
     NO_ADVICE,
     RESTARTED,
     RESUMED,
-    STALE,
     STALLED,
     RunDirectory,
 )
@@ -210,7 +209,7 @@ class RunFiles:
 
     def mismatches(self) -> list[str]:
         """Return a line for each part of the run that warned of an iteration (`telemetry/failures.py`)."""
-        warnings = self._events(MISMATCHED, NO_ADVICE, FELL, STALE)
+        warnings = self._events(MISMATCHED, NO_ADVICE, FELL)
         return [f"After iteration {each.step}, {each.reason}" for each in warnings]
 
     def failed_attempts(self) -> Sequence[FailedAttempts]:

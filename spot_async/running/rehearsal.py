@@ -21,11 +21,12 @@ from spot_async.config import Config, teacher_name
 from spot_async.errors import ConfigError, PluginError
 from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.files import ModelFiles
-from spot_async.protocols import Policy, ScheduleChecker
+from spot_async.protocols import Policy, Reviser, ScheduleChecker
 from spot_async.stages.plugin_contract import arrays, is_ours
 from spot_async.stages.services import TeacherService
+from spot_async.terms import policy_tokens
 from spot_async.testing.services import SimulatedTeacher, SimulatedTrainer, capabilities
-from spot_async.testing.simulation import make_run
+from spot_async.testing.simulation import SimulatedRun, make_run
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 from spot_async.types import LiveBatch, Sample
 
@@ -36,27 +37,31 @@ LONGEST_S = 60.0  # of virtual time for each of a policy's rounds, as of a thous
 
 
 def rehearse(config: Config, plan: TrainPlan, *, shipped: bool = False) -> list[str]:
-    """Rehearse the plan's policy; return a line if that cannot be done. `shipped`: also one of spot-async's own.
+    """Rehearse the plan's policy; return a line for what people should know. `shipped`: also one of spot-async's own.
 
     Raises ConfigError for a policy that would end the run.
     """
     if not config.run.rehearsal or (is_ours(plan.policy) and not shipped):
         return []
+    not_rehearsed = f"policy {type(plan.policy).__name__} was not rehearsed"
     try:
         with logged_by(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)):
-            why_not = _rehearsed(config, plan)
+            run = _rehearsed(config, plan)
     except DeadlockError:
-        why_not = "it waits for something that is no stage, or without end"
+        return [f"{not_rehearsed}: it waits for something that is no stage, or without end"]
     except ConfigError as error:  # the policy was made for longer responses before
-        why_not = str(error)
+        return [f"{not_rehearsed}: {error}"]
     except ExceptionGroup as failures:
         cause = root_cause(failures)
         raise ConfigError(f"{cause} (found on simulated servers; run.rehearsal=false asks none)") from cause
-    return [f"policy {type(plan.policy).__name__} was not rehearsed: {why_not}"] if why_not else []
+    if not run.trained:
+        dead = [f": {error}" for error in run.journal.dead.values()]
+        return [f"{not_rehearsed}: none of its samples was trained on{''.join(dead[:1])}"]
+    return _frozen(plan.policy, run) if config.max_staleness else []
 
 
-def _rehearsed(config: Config, plan: TrainPlan) -> str:
-    """Run a fresh policy; return why nothing can be said of it, or an empty text. Raises what ends the run."""
+def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
+    """Run a fresh policy, and return the run. Raises what ends it early."""
     short = min(MOST_TOKENS, config.sampling.max_response_tokens)
     sampling = config.sampling.model_copy(update={"max_response_tokens": short})
     policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
@@ -78,8 +83,27 @@ def _rehearsed(config: Config, plan: TrainPlan) -> str:
     )
     run_on_virtual_time(run.orchestrator.run(), longest_s=LONGEST_S * policy.needs.rounds)
     _check_bytes(policy, run.samples)
-    dead = [f": {error}" for error in run.journal.dead.values()]
-    return "" if run.trained else "none of its samples was trained on" + "".join(dead[:1])
+    return run
+
+
+def _frozen(policy: Policy, run: SimulatedRun) -> list[str]:
+    """Return a line if a policy without a second word puts numbers of the student into terms, which grow old."""
+    supervise: Any = type(policy).supervise
+    student: Any = run.stages.services.student
+    code = getattr(supervise, "__code__", None)
+    if code is None or supervise.__module__.startswith("spot_async.") or isinstance(policy, Reviser):
+        return []
+    given = [each.advantages[policy_tokens(each)] for each in run.trained if each.advantages is not None]
+    if student.told_others:
+        what = "asks for the student's log-probabilities of other tokens than it sampled"
+    elif policy.needs.teacher and any((each != each[:1]).any() for each in given):
+        what = "gives each token an advantage of its own beside a teacher"
+    else:
+        return []
+    return [
+        f"policy {type(policy).__name__} {what}, at {code.co_filename}:{code.co_firstlineno}. With max_staleness, what "
+        "its terms have of the student is of older weights: decide it in `revise`, or give a pull"
+    ]
 
 
 def _services(config: Config, plan: TrainPlan) -> dict[str, Any]:

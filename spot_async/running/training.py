@@ -27,9 +27,9 @@ from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.loop.events import IterationFinished, OrchestratorState, RunEvent, ServersStarting, StepBegan
 from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
-from spot_async.protocols import Backend, Reviser
+from spot_async.protocols import Backend
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.run_directory.layout import FELL, MISMATCHED, NO_ADVICE, STALE, RunDirectory
+from spot_async.run_directory.layout import FELL, MISMATCHED, NO_ADVICE, RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
@@ -43,7 +43,7 @@ from spot_async.running.run_trainer import Restarts, RunTrainer, trainer_setting
 from spot_async.running.services import Companions, OpenServices, StartListener, core_shares, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.failures import EntropyHistory, FailureLog, IterationWarning, mismatch_words, stale_words
+from spot_async.telemetry.failures import EntropyHistory, FailureLog, IterationWarning, mismatch_words
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.outcome_slope import OutcomeHistory
@@ -230,9 +230,6 @@ class TrainingRun:
         baseline = getattr(self._config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:
             self._warn_once(FELL, EntropyHistory(rows, baseline).warning)
-        revises = isinstance(self._plan.policy, Reviser)
-        if self._config.max_staleness and self._plan.policy.needs.teacher and not revises:
-            self._warn_once(STALE, lambda finished: stale_words(finished.samples, self._config.policy.kind))
         before = self._results.before = await self._evaluations.before(services.student)
         if self._beginning.checkpoint is not None:
             await self._tell_sinks()

@@ -1,5 +1,5 @@
-"""Says what goes wrong while a run continues: attempts that failed, a server that differs from its trainer, a student
-that collapses, and advantages that go stale.
+"""Says what goes wrong while a run continues: attempts that failed, a server that differs from its trainer, and a
+student that collapses.
 
 Failed attempts are added up: on the console once a minute, at the end, and in the run's log. Most are made again and
 cost only time, so nothing else would tell of them. The report reads the log. What a server said is foreign text, which
@@ -9,7 +9,7 @@ must be made visible before it is shown.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +26,6 @@ from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.totals import Rows
-from spot_async.types import Sample
 
 SAY_EVERY_S = 60.0
 FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
@@ -149,21 +148,6 @@ def mismatch_words(metrics: Mapping[str, float], precision: Precision) -> str:
         f"average ({metrics['mismatch_max']:.2g} at most), where {precision.words} makes less than "
         f"{precision.mean_nats:g}: {CAUSES}"
     )
-
-
-def stale_words(samples: Sequence[Sample], policy: str) -> str:
-    """Return what goes stale in advantages that a policy computes token by token; empty if they do not vary so."""
-    for each in (sample.supervision for sample in samples):
-        if each is None or each.advantages is None:
-            continue
-        known = each.advantages if each.policy_mask is None else each.advantages[each.policy_mask]
-        if (known != known[:1]).any():
-            instead = "leave it to the pulls beside it" if each.pulls else "give a pull"
-            return (
-                f"policy {policy} gives each token an advantage of its own beside a teacher. With max_staleness, a "
-                f"difference to log pi_old would be that of older weights: {instead}, which the trainer recomputes"
-            )
-    return ""
 
 
 class EntropyHistory:

@@ -114,6 +114,7 @@ class SimulatedStudent:
     requests: int = 0
     vocab_size: int = VOCAB_SIZE
     end_token: int = END_TOKEN
+    told_others: bool = False  # it was asked for log-probabilities of other tokens than it sampled
 
     async def generate(
         self,
@@ -125,6 +126,7 @@ class SimulatedStudent:
         deadline: float,
     ) -> Generation:
         self.requests += 1
+        self.told_others |= top_k > 0
         version = self.version
         rng = rng_of(sampling.seed, any_lineage(version))
         token_ids = sampled_tokens(rng, sampling, self.mean_tokens, self.vocab_size, self.end_token)
@@ -143,6 +145,7 @@ class SimulatedStudent:
         expected_version: WeightVersion | None,
     ) -> FloatArray:
         self.requests += 1
+        self.told_others = True
         version = self.version
         if expected_version not in (None, version):
             raise VersionMismatchError(f"the server holds {version}, not {expected_version}")

@@ -100,6 +100,25 @@ def test_one_that_cannot_be_rehearsed_is_told_so_in_a_line_and_may_run(fault: st
     assert line.startswith(f"policy {fault} was not rehearsed: {why}")
 
 
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [
+        ("FrozenTopK", "asks for the student's log-probabilities of other tokens than it sampled"),
+        ("FrozenDifference", "gives each token an advantage of its own beside a teacher"),
+        ("FrozenReward", ""),
+        ("Frozen", ""),
+        ("RevisedTopK", ""),
+    ],
+)
+def test_one_that_freezes_numbers_of_the_student_is_told_where_if_they_grow_old(policy: str, what: str) -> None:
+    line = next(n for n, each in enumerate(SOURCE.read_text().splitlines(), 1) if each.endswith("# told of"))
+    told = rehearsed(policy, "max_staleness=1")
+    assert [each.partition(". ")[0] for each in told] == (
+        [f"policy {policy} {what}, at {SOURCE}:{line}"] if what else []
+    )
+    assert rehearsed(policy) == []
+
+
 def test_a_key_leaves_it_out() -> None:
     assert rehearsed("WrongAttribute", "run.rehearsal=false") == []
 
@@ -140,12 +159,12 @@ def test_every_command_that_plans_a_run_refuses_it_in_one_line(command: Any, mon
 def test_train_says_why_it_rehearsed_nothing_and_leaves_shipped_policies_to_check(monkeypatch: Any) -> None:
     said = invoke(monkeypatch, "train", "configs/quickstart.yaml", *keys("TeachesNothing"), "--dry-run")
     assert "policy TeachesNothing was not rehearsed: none of its samples was trained on" in said.stdout
-    asked: list[bool] = []
-    monkeypatch.setattr(rehearsal, "_rehearsed", lambda config, plan: asked.append(True) or "")
+    asked, usual = [], rehearsal.make_run
+    monkeypatch.setattr(rehearsal, "make_run", lambda policy, **given: asked.append(policy) or usual(policy, **given))
     for words in (["train", "--dry-run"], ["check", "--no-servers"]):
         assert not asked
         assert invoke(monkeypatch, words[0], "configs/quickstart.yaml", FEW, *words[1:]).exit_code == 0
-    assert asked == [True]
+    assert len(asked) == 1
 
 
 def test_a_program_is_refused_too(tmp_path: Path) -> None:
@@ -167,9 +186,10 @@ def test_no_policy_or_recipe_is_refused(path: str, max_staleness: int, few_probl
     given = [f"{key}={few_problems}", f"max_staleness={max_staleness}", "training.batch_size=16"]
     config = load_config(Path(path), [*given, "training.mini_batch_size=16"])
     plan = plan_training(config)
-    assert rehearse(config, plan, shipped=True) == []
+    said = rehearse(config, plan, shipped=True)
     wider = {role: dataclasses.replace(each, vocab_size=64) for role, each in plan.teachers.items()}
     common = CommonVocabulary({"student": 48, **dict.fromkeys(wider, 64)})
     model = next(iter(wider.values()), plan.policy_model)
     plan = dataclasses.replace(plan, teachers=wider, common=common, policy_model=model)
-    assert rehearse(config, plan, shipped=True) == []
+    said += rehearse(config, plan, shipped=True)
+    assert not [line for line in said if "was not rehearsed" in line]

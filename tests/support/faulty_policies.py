@@ -196,6 +196,46 @@ class WantsLongResponses(Whole):
             raise spot.ConfigError("sampling.max_response_tokens: at least 100")
 
 
+class Frozen:
+    """Has no second word. Of its response it learns what `terms` says."""
+
+    Settings = spot.PluginSettings
+
+    def __init__(self, settings: Any, context: Any) -> None:
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0)
+
+    async def supervise(self, prompt: Any, stages: Any) -> Any:  # told of
+        rollout = await stages.rollout(top_k=self.top_k)
+        scores, judgement = await spot.both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
+        return [spot.student_sample(prompt, stages, rollout, judgement, scores, **self.terms(rollout, scores))]
+
+    top_k = 0
+
+    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+        return {"pulls": (spot.pull(scores),)}
+
+
+class FrozenTopK(Frozen):
+    top_k = 2
+
+
+class FrozenDifference(Frozen):
+    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+        return {"advantages": np.tanh(scores.logprobs - rollout.logprobs)}
+
+
+class FrozenReward(Frozen):
+    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+        reward = np.full_like(scores.logprobs, rollout.token_ids[0] % 2)
+        is_even = rollout.token_ids % 2 == 0
+        return {"advantages": np.where(is_even, reward, 7), "policy_mask": is_even, **super().terms(rollout, scores)}
+
+
+class RevisedTopK(FrozenTopK):
+    def revise(self, batch: Any) -> Any:
+        return batch.samples
+
+
 class Remembers(Whole):
     """Notes what it was asked, of all policies of its class; must be given its prompts before."""
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.precision import precision
 from spot_async.run_directory.layout import FELL, MISMATCHED
 from spot_async.run_directory.reading import RunFiles
-from spot_async.telemetry.failures import EntropyHistory, IterationWarning, mismatch_words, stale_words
+from spot_async.telemetry.failures import EntropyHistory, IterationWarning, mismatch_words
 from spot_async.telemetry.run_log import log_events_to
-from spot_async.types import Pull, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
 
 
 def finished(iteration: int, **metrics: float) -> IterationFinished:
@@ -89,30 +87,3 @@ def test_a_student_that_collapses_beside_a_baseline_is_told_of_once_with_the_key
     if said is not None:
         assert lines[0].startswith(said)
         assert "policy.baseline=0.8" in lines[0]
-
-
-def advantages(*values: float, **fields: Any) -> Sample:
-    ids = np.arange(len(values), dtype=np.int32)
-    supervision = Supervision(
-        prompt_ordinal=0,
-        problem_id="p",
-        prompt_ids=ids,
-        response_ids=ids,
-        behavior_logprobs=np.zeros(len(values), np.float32),
-        version=None,
-        advantages=np.array(values, np.float32),
-        **fields,
-    )
-    return Sample(supervision=supervision, metrics={}, record={})
-
-
-def test_advantages_that_vary_within_a_response_go_stale_and_rewards_and_pulls_do_not() -> None:
-    reward, left_out = advantages(0.5, 0.5, 0.5), Sample(supervision=None, metrics={}, record={})
-    masked = advantages(0.5, 0.0, 0.5, policy_mask=np.array([True, False, True]))
-    beside = advantages(0.5, 0.5, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
-    assert stale_words([left_out, reward, masked, beside], "mine") == ""
-    words = stale_words([reward, advantages(0.5, 0.1, 0.5)], "mine")
-    assert words.startswith("policy mine gives each token")
-    assert words.endswith("give a pull, which the trainer recomputes")
-    has_pull = advantages(0.5, 0.1, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
-    assert stale_words([has_pull], "mine").endswith("leave it to the pulls beside it, which the trainer recomputes")
