@@ -100,8 +100,7 @@ def check(
     if slope:
         check_slope(config, plan)
     path = RunDirectory.choose_path(config, name_of(Path(target)))
-    nodes = config.cluster.nodes or 1
-    found = check_command.check_files(config, plan, path, earlier, nodes=nodes, rehearses=True)
+    found = check_command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1, rehearses=True)
     if not json:
         check_command.show_run(screen, config, plan, path, found, against or ())
     of_servers, failure = check_command.ServersCheck(), None

@@ -6,9 +6,11 @@ write, and what anything costs shows in the run alone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +22,6 @@ from spot_async.checks.plan import TrainPlan, make_policy
 from spot_async.config import Config, teacher_name
 from spot_async.errors import ConfigError, PluginError
 from spot_async.loop.sample_bytes import payload_bytes
-from spot_async.models.files import ModelFiles
 from spot_async.protocols import Policy, Reviser, ScheduleChecker
 from spot_async.stages.plugin_contract import arrays, is_ours
 from spot_async.stages.services import TeacherService
@@ -47,7 +48,7 @@ def rehearse(config: Config, plan: TrainPlan, *, shipped: bool = False) -> list[
     try:
         with logged_by(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)):
             run = _rehearsed(config, plan)
-    except DeadlockError:
+    except (DeadlockError, TimeoutError):
         return [f"{not_rehearsed}: it waits for something that is no stage, or without end"]
     except ConfigError as error:  # the policy was made for longer responses before
         return [f"{not_rehearsed}: {error}"]
@@ -67,10 +68,30 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
     policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
     if isinstance(policy, ScheduleChecker):  # it may keep something of the prompts that it supervises later
         policy.check(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
+    needs, vocabulary, width = policy.needs, plan.student.vocabulary, max(plan.common.widths.values())
+    # It writes and scores. Which ids all models know, the stages say.
+    server = partial(SimulatedTeacher, mean_tokens=MEAN_TOKENS, vocab_size=width)
+    teachers = {
+        teacher_name(role) or "": TeacherService(
+            server=server(name=role, end_token=files.vocabulary.end_token_ids[0]),
+            vocabulary=files.vocabulary,
+            render_turns=plan.teacher_renderers[role].turn_ids,
+            weight=config.teachers_by_role[role].weight,
+        )
+        for role, files in plan.teachers.items()
+        if needs.teacher
+    }
+    said = capabilities(width, max_generation_top_k=width)
     run = make_run(
         policy,
         prompts=islice(plan.schedule, PROMPTS),
         trainer=SimulatedTrainer(vocab_size=plan.student.vocab_size),
+        student=server(end_token=vocabulary.end_token_ids[0]),
+        teachers=teachers,
+        reference=server(name="reference") if needs.reference else None,
+        vocabulary=vocabulary,
+        common=plan.common,
+        capabilities=dict.fromkeys(["student", *plan.teachers], said),
         sampling=sampling,
         iterations=BATCHES,
         batch_size=BATCH_SIZE,
@@ -79,9 +100,8 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         vocab_size=plan.student.vocab_size,
         max_dead_share=1.0,
         compute=_revised_twice,
-        **_services(config, plan),
     )
-    run_on_virtual_time(run.orchestrator.run(), longest_s=LONGEST_S * policy.needs.rounds)
+    run_on_virtual_time(asyncio.wait_for(run.orchestrator.run(), LONGEST_S * needs.rounds))
     _check_bytes(policy, run.samples)
     return run
 
@@ -104,38 +124,6 @@ def _frozen(policy: Policy, run: SimulatedRun) -> list[str]:
         f"policy {type(policy).__name__} {what}, at {code.co_filename}:{code.co_firstlineno}. With max_staleness, what "
         "its terms have of the student is of older weights: decide it in `revise`, or give a pull"
     ]
-
-
-def _services(config: Config, plan: TrainPlan) -> dict[str, Any]:
-    """Return what differs from services that are all simulated: the run's vocabularies, and teachers' renderers."""
-    needs, student = plan.policy.needs, plan.student
-    teachers = plan.teachers if needs.teacher else {}
-
-    def server(files: ModelFiles, name: str = "student") -> SimulatedTeacher:
-        """Return one that writes and scores."""
-        ends = files.vocabulary.end_token_ids
-        return SimulatedTeacher(mean_tokens=MEAN_TOKENS, vocab_size=files.vocab_size, end_token=ends[0], name=name)
-
-    return {
-        "student": server(student),
-        "teachers": {
-            teacher_name(role) or "": TeacherService(
-                server=server(files, role),
-                vocabulary=files.vocabulary,
-                temperature=config.temperature(role),
-                render_turns=plan.teacher_renderers[role].turn_ids,
-                weight=config.teachers_by_role[role].weight,
-            )
-            for role, files in teachers.items()
-        },
-        "reference": server(student, "reference") if needs.reference else None,
-        "vocabulary": student.vocabulary,
-        "common": plan.common,
-        "capabilities": {
-            role: capabilities(files.vocab_size, max_generation_top_k=files.vocab_size)
-            for role, files in {"student": student, **teachers}.items()
-        },
-    }
 
 
 async def _revised_twice(revise: Callable[..., Sequence[Sample]], policy: Policy, batch: LiveBatch) -> Sequence[Sample]:

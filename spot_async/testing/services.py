@@ -67,25 +67,18 @@ def rng_of(*parts: object) -> np.random.Generator:
 
 
 def sampled_tokens(
-    rng: np.random.Generator,
-    sampling: SamplingSettings,
-    mean_tokens: int,
-    vocab_size: int = VOCAB_SIZE,
-    end_token: int = END_TOKEN,
+    rng: np.random.Generator, sampling: SamplingSettings, mean_tokens: int, vocab_size: int, end_token: int
 ) -> IntArray:
-    """Return a response of random length that ends with the end token, unless it is as long as it may be.
-
-    It ends earlier where a token is drawn that ends it.
-    """
+    """Return a response of random length that ends with the end token, unless it is as long as it may be."""
     length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / mean_tokens)))
     token_ids = rng.integers(2, min(vocab_size, sampling.vocab_limit or vocab_size), length, dtype=np.int32)
+    token_ids[np.isin(token_ids, sampling.stop_token_ids)] = 0  # nothing ends it before
     if length < sampling.max_tokens:
         token_ids[-1] = end_token
-    ends = np.flatnonzero(np.isin(token_ids, sampling.stop_token_ids))
-    return token_ids[: ends[0] + 1] if len(ends) else token_ids
+    return token_ids
 
 
-def with_topk(found: Generation, top_k: int, vocab_size: int = VOCAB_SIZE) -> Generation:
+def with_topk(found: Generation, top_k: int, vocab_size: int) -> Generation:
     """Return a response with the top-k at each token, if one was asked for."""
     if not top_k:
         return found
@@ -95,8 +88,8 @@ def with_topk(found: Generation, top_k: int, vocab_size: int = VOCAB_SIZE) -> Ge
     return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
 
 
-def finish_reason(token_ids: IntArray, stop_token_ids: Sequence[int] = (END_TOKEN,)) -> FinishReason:
-    return "stop" if token_ids[-1] in stop_token_ids else "length"
+def finish_reason(token_ids: IntArray, end_token: int) -> FinishReason:
+    return "stop" if token_ids[-1] == end_token else "length"
 
 
 def any_lineage(version: WeightVersion) -> WeightVersion:
@@ -132,7 +125,7 @@ class SimulatedStudent:
         token_ids = sampled_tokens(rng, sampling, self.mean_tokens, self.vocab_size, self.end_token)
         await self._work(len(token_ids), rng)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
-        reason = finish_reason(token_ids, (self.end_token, *sampling.stop_token_ids))
+        reason = finish_reason(token_ids, self.end_token)
         found = generation(token_ids, logprobs, version=version, finish_reason=reason)
         return with_topk(found, top_k, self.vocab_size)
 

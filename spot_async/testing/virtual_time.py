@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import selectors
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -20,36 +19,31 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 THREAD_S = 0.1  # until what is asked of a thread is done
-
-
 MOST_TURNS = 100_000  # of the loop at one moment
 
 
 class DeadlockError(RuntimeError):
     """Raised when nothing more can happen: every task waits and no timer is set, or one waits for a socket.
 
-    Also when tasks go on and on: at one moment, or for longer than they may.
+    Also when tasks go on and on without waiting.
     """
 
 
 class _JumpingSelector(selectors.DefaultSelector):
     """Does not wait, but advances the clock by the time that it was asked to wait."""
 
-    def __init__(self, longest_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self._longest_s = longest_s
         self._turns = 0  # since the clock was advanced
-        self._has_ended = False  # tasks are cancelled then, and may take their time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._turns = self._turns + 1 if timeout == 0 else 0
         waits_outside = timeout != 0 and len(self.get_map()) > 1  # the first socket is the loop's own
-        goes_on = self._turns > MOST_TURNS or self.now_s > self._longest_s
-        if timeout is None or ((waits_outside or goes_on) and not self._has_ended):
-            self._has_ended = True
+        if timeout is None or waits_outside or self._turns > MOST_TURNS:
+            self._turns = 0
             tasks = "; ".join(sorted(task.get_name() for task in asyncio.all_tasks(self.loop)))
-            raise DeadlockError(f"at {self.now_s:g} s every task waits for another, or without end: {tasks}")
+            raise DeadlockError(f"at {self.now_s:g} s every task waits for another, or goes on and on: {tasks}")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -76,8 +70,8 @@ class _NumberedTask(asyncio.Task[T]):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose `time()` is simulated seconds since its start. It is for one thread, without sockets."""
 
-    def __init__(self, longest_s: float = math.inf) -> None:
-        self._jumping = _JumpingSelector(longest_s)
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._jumping.loop = self
         numbers = itertools.count()
@@ -108,7 +102,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return done
 
 
-def run_on_virtual_time(main: Coroutine[Any, Any, T], *, longest_s: float = math.inf) -> T:
-    """Run a coroutine as `asyncio.run` does, but on a `VirtualTimeLoop`, for no longer than `longest_s`."""
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(longest_s)) as runner:
+def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, but on a `VirtualTimeLoop`."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

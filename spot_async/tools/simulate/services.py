@@ -235,7 +235,7 @@ class RatedServer(Opened):
         reply = generation(
             token_ids, -rng.random(length, dtype=np.float32), finish_reason="stop" if length < most else "length"
         )
-        return with_topk(msgspec.structs.replace(reply, version_spans=self._spans(begun, length)), top_k)
+        return with_topk(msgspec.structs.replace(reply, version_spans=self._spans(begun, length)), top_k, VOCAB_SIZE)
 
     @property
     def worked(self) -> float:

@@ -34,6 +34,7 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.testing.services import (
+    END_TOKEN,
     INITIAL_VERSION,
     VOCAB_SIZE,
     SimulatedStudent,
@@ -354,7 +355,7 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         self.requests += 1
         began, held = self.server.processor.each_got, len(self.server.held) - 1
         rng = rng_of(sampling.seed, any_lineage(self.version))
-        token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
+        token_ids = sampled_tokens(rng, sampling, self.mean_tokens, VOCAB_SIZE, END_TOKEN)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
         await self._work(len(token_ids), rng)
         spans = self._spans(len(token_ids), began, self.server.held[held:])
@@ -364,8 +365,8 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
             token_ids[span.start : span.end] = rng.integers(2, VOCAB_SIZE, tokens)
             logprobs[span.start : span.end] = -rng.random(tokens)
         token_ids[-1] = last  # how long it gets is the first weights' to decide
-        found = generation(token_ids, logprobs, finish_reason=finish_reason(token_ids))
-        return with_topk(msgspec.structs.replace(found, version_spans=spans), top_k)
+        found = generation(token_ids, logprobs, finish_reason=finish_reason(token_ids, END_TOKEN))
+        return with_topk(msgspec.structs.replace(found, version_spans=spans), top_k, VOCAB_SIZE)
 
     async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, **settings: Any) -> FloatArray:
         """Score candidates. That it is another process shows before the weights that it holds, as with real servers."""
@@ -418,6 +419,6 @@ class SimulatedTeacherReplica(_OnServer, FollowingTeacher):
         deadline: float,
     ) -> Generation:
         rng = rng_of("teacher", sampling.seed)
-        token_ids = sampled_tokens(rng, sampling, mean_tokens=40)
+        token_ids = sampled_tokens(rng, sampling, 40, VOCAB_SIZE, END_TOKEN)
         await self._work(len(token_ids), rng)
-        return generation(token_ids, -rng.random(len(token_ids)), finish_reason=finish_reason(token_ids))
+        return generation(token_ids, -rng.random(len(token_ids)), finish_reason=finish_reason(token_ids, END_TOKEN))
