@@ -10,7 +10,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,11 +21,12 @@ from spot_async.checks.plan import TrainPlan, make_policy
 from spot_async.config import Config, teacher_name
 from spot_async.errors import ConfigError, PluginError
 from spot_async.loop.sample_bytes import payload_bytes
+from spot_async.models.files import ModelFiles
 from spot_async.protocols import Policy, Reviser, ScheduleChecker
 from spot_async.stages.plugin_contract import arrays, is_ours
 from spot_async.stages.services import TeacherService
 from spot_async.terms import policy_tokens
-from spot_async.testing.services import SimulatedTeacher, SimulatedTrainer, capabilities
+from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 from spot_async.types import LiveBatch, Sample
@@ -68,12 +68,11 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
     policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
     if isinstance(policy, ScheduleChecker):  # it may keep something of the prompts that it supervises later
         policy.check(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
-    needs, vocabulary, width = policy.needs, plan.student.vocabulary, max(plan.common.widths.values())
-    # It writes and scores. Which ids all models know, the stages say.
-    server = partial(SimulatedTeacher, mean_tokens=MEAN_TOKENS, vocab_size=width)
+    needs = policy.needs
+    widths = {role: files.vocab_size for role, files in {"student": plan.student, **plan.teachers}.items()}
     teachers = {
         teacher_name(role) or "": TeacherService(
-            server=server(name=role, end_token=files.vocabulary.end_token_ids[0]),
+            server=SimulatedTeacher(**_short(files), name=role),
             vocabulary=files.vocabulary,
             render_turns=plan.teacher_renderers[role].turn_ids,
             weight=config.teachers_by_role[role].weight,
@@ -81,29 +80,34 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         for role, files in plan.teachers.items()
         if needs.teacher
     }
-    said = capabilities(width, max_generation_top_k=width)
     run = make_run(
         policy,
         prompts=islice(plan.schedule, PROMPTS),
-        trainer=SimulatedTrainer(vocab_size=plan.student.vocab_size),
-        student=server(end_token=vocabulary.end_token_ids[0]),
+        trainer=SimulatedTrainer(vocab_size=widths["student"]),
+        student=SimulatedStudent(**_short(plan.student)),
         teachers=teachers,
-        reference=server(name="reference") if needs.reference else None,
-        vocabulary=vocabulary,
+        reference=SimulatedTeacher(**_short(plan.student), name="reference") if needs.reference else None,
+        vocabulary=plan.student.vocabulary,
         common=plan.common,
-        capabilities=dict.fromkeys(["student", *plan.teachers], said),
+        capabilities={role: capabilities(width, max_generation_top_k=width) for role, width in widths.items()},
         sampling=sampling,
         iterations=BATCHES,
         batch_size=BATCH_SIZE,
         max_staleness=config.max_staleness,
         capacity_bytes=sys.maxsize,
-        vocab_size=plan.student.vocab_size,
+        vocab_size=widths["student"],
         max_dead_share=1.0,
         compute=_revised_twice,
     )
     run_on_virtual_time(asyncio.wait_for(run.orchestrator.run(), LONGEST_S * needs.rounds))
     _check_bytes(policy, run.samples)
     return run
+
+
+def _short(files: ModelFiles) -> dict[str, Any]:
+    """Return what a simulated server has of a model, and how long its responses are."""
+    end_token = files.vocabulary.end_token_ids[0]
+    return {"mean_tokens": MEAN_TOKENS, "vocab_size": files.vocab_size, "end_token": end_token}
 
 
 def _frozen(policy: Policy, run: SimulatedRun) -> list[str]:

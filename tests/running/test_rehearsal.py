@@ -104,6 +104,7 @@ def test_one_that_cannot_be_rehearsed_is_told_so_in_a_line_and_may_run(fault: st
     ("policy", "what"),
     [
         ("FrozenTopK", "asks for the student's log-probabilities of other tokens than it sampled"),
+        ("FrozenCandidates", "asks for the student's log-probabilities of other tokens than it sampled"),
         ("FrozenDifference", "gives each token an advantage of its own beside a teacher"),
         ("FrozenReward", ""),
         ("Frozen", ""),

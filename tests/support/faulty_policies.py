@@ -207,11 +207,13 @@ class Frozen:
     async def supervise(self, prompt: Any, stages: Any) -> Any:  # told of
         rollout = await stages.rollout(top_k=self.top_k)
         scores, judgement = await spot.both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
-        return [spot.student_sample(prompt, stages, rollout, judgement, scores, **self.terms(rollout, scores))]
+        return [
+            spot.student_sample(prompt, stages, rollout, judgement, scores, **await self.terms(stages, rollout, scores))
+        ]
 
     top_k = 0
 
-    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+    async def terms(self, stages: Any, rollout: Any, scores: Any) -> dict[str, Any]:
         return {"pulls": (spot.pull(scores),)}
 
 
@@ -219,16 +221,26 @@ class FrozenTopK(Frozen):
     top_k = 2
 
 
+class FrozenCandidates(Frozen):
+    def __init__(self, settings: Any, context: Any) -> None:
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, candidate_logprobs=True)
+
+    async def terms(self, stages: Any, rollout: Any, scores: Any) -> dict[str, Any]:
+        y = rollout.token_ids
+        said = await stages.candidate_logprobs(y, np.arange(len(y), dtype=np.int32), y[:, None])
+        return {"pulls": (spot.pull(scores, np.exp(said[:, 0])),)}
+
+
 class FrozenDifference(Frozen):
-    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+    async def terms(self, stages: Any, rollout: Any, scores: Any) -> dict[str, Any]:
         return {"advantages": np.tanh(scores.logprobs - rollout.logprobs)}
 
 
 class FrozenReward(Frozen):
-    def terms(self, rollout: Any, scores: Any) -> dict[str, Any]:
+    async def terms(self, stages: Any, rollout: Any, scores: Any) -> dict[str, Any]:
         reward = np.full_like(scores.logprobs, rollout.token_ids[0] % 2)
         is_even = rollout.token_ids % 2 == 0
-        return {"advantages": np.where(is_even, reward, 7), "policy_mask": is_even, **super().terms(rollout, scores)}
+        return {"advantages": np.where(is_even, reward, 7), "policy_mask": is_even, "pulls": (spot.pull(scores),)}
 
 
 class RevisedTopK(FrozenTopK):
