@@ -46,6 +46,7 @@ MAY_CHANGE = (
     "training.weights_directory",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.refill_at_most",
     "training.restarts",
     "training.step_timeout_s",
     *(

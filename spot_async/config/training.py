@@ -62,6 +62,14 @@ class TrainingConfig(Section):
     epochs: PositiveInt | None = Field(None, description="passes over the problems; exclusive with iterations")
     iterations: PositiveInt | None = Field(None, description="rollout-and-train iterations")
     batch_size: PositiveInt = Field(128, description="prompts per iteration")
+    refill: bool = Field(
+        False,
+        description="a batch is `batch_size` prompts with supervision, and those without lie between them: others come "
+        "in their place. So `iterations` and `epochs` draw so many prompts at least",
+    )
+    refill_at_most: PositiveInt = Field(
+        4, description="with `refill`: the run ends if more than so many batches of prompts in a row taught nothing"
+    )
     mini_batch_size: PositiveInt = Field(32, description="prompts per optimiser update; divides batch_size")
     packing: Literal["auto"] | bool = Field(
         "auto",

@@ -6,7 +6,8 @@ its place is reserved, a finished prompt never waits for room, so batches in adm
 full queue. Once it is finished, a prompt counts as what it really holds.
 
 Short responses finish first, and taking them first would favour them. So a batch is the next prompts in admission
-order, without those that were given up.
+order, without those that were given up. If batches refill, those without supervision fill none: they lie between those
+that do, hold no place, and let others start.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class PromptState(StrEnum):
     BATCHED = "batched"  # in the batch that is being trained on
     TRAINED = "trained"
     LEFT_OUT = "left_out"  # in a batch, but none of its samples could be trained on
+    IN_VAIN = "in_vain"  # likewise, and another prompt filled the batch for it
     DEAD = "dead"  # a request of it failed for good
     LEFT_OVER = "left_over"  # finished, but its batch never filled
     UNPAID = "unpaid"  # it needed a request that the budget has no money for
 
 
-WITH_SAMPLES = (PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
+FED = (PromptState.TRAINED, PromptState.LEFT_OUT)  # those that filled a batch that was trained
+WITH_SAMPLES = (PromptState.QUEUED, PromptState.BATCHED, *FED, PromptState.IN_VAIN)
 
 
 def is_trained(samples: Sequence[Sample]) -> bool:
@@ -42,17 +45,26 @@ def is_trained(samples: Sequence[Sample]) -> bool:
 class AdmissionBook:
     """Holds every admitted prompt by its ordinal, in exactly one state.
 
-    Those that run, are queued or are in a batch have a place.
+    Those that run, are queued or are in a batch have a place, but for those without supervision if batches refill.
     """
 
     def __init__(
-        self, *, batch_size: int, iterations: int, max_staleness: int, capacity_prompts: int, capacity_bytes: int
+        self,
+        *,
+        batch_size: int,
+        iterations: int,
+        max_staleness: int,
+        capacity_prompts: int,
+        capacity_bytes: int,
+        refill_at_most: int | None = None,
     ) -> None:
+        """Begin a book. `refill_at_most`, in batches: see `training.refill_at_most`; None: batches do not refill."""
         self._batch_size = batch_size
         self._iterations = iterations
         self._max_staleness = max_staleness
         self._capacity_prompts = capacity_prompts
         self._capacity_bytes = capacity_bytes
+        self._refill_at_most = refill_at_most
         self._states: dict[int, PromptState] = {}
         self._counts: Counter[PromptState] = Counter()
         self._places: dict[int, int] = {}  # bytes: reserved while it runs, really held once it is finished
@@ -60,6 +72,8 @@ class AdmissionBook:
         self._waiting: dict[int, Sequence[Sample]] = {}  # finished and in no batch yet
         self._unsettled: deque[int] = deque()  # in admission order; the first one still runs
         self._ready: deque[int] = deque()  # those of `_waiting` that come before `_unsettled`, in admission order
+        self._in_vain = 0  # the last ones in a row, of those that were ever ready
+        self.most_in_vain = 0  # the longest such row
 
     # What it says
 
@@ -78,7 +92,7 @@ class AdmissionBook:
     @property
     def finished(self) -> int:
         """How many prompts have come to an end of their own: with samples, or dead."""
-        return self._with_samples + self._counts[PromptState.DEAD]
+        return sum(self._counts[state] for state in (*WITH_SAMPLES, PromptState.DEAD))
 
     @property
     def waiting(self) -> int:
@@ -94,16 +108,23 @@ class AdmissionBook:
         """The bytes that finished prompts hold and that are reserved for running ones."""
         return self._held_bytes
 
+    def fills(self, ordinal: int) -> bool:
+        """Return whether a prompt that waits, or is in a batch, is one of those that make its batch full."""
+        return ordinal in self._places
+
     def may_admit(self, worst_case_bytes: int, *, served: int) -> bool:
         """Return whether one more prompt has room and keeps every sample within `max_staleness` updates of its weights.
 
         `served` is the step of the weights that all student servers hold. With staleness 0 a batch is admitted only
         once the weights that all its samples must come from are served (Algorithm 1). No prompt is admitted that no
-        iteration is left for.
+        iteration is left for, nor one so far ahead of a slow one that `refill_at_most` could be exceeded unseen.
         """
         batches = min(self._max_staleness + served + 1, self._iterations)
-        is_early = self._counts[PromptState.RUNNING] + self._with_samples >= batches * self._batch_size
-        return not is_early and self._has_room(worst_case_bytes)
+        fed = sum(self._counts[state] for state in FED)
+        is_early = len(self._places) + fed >= batches * self._batch_size
+        ahead = (self._max_staleness + 1 + (self._refill_at_most or 0)) * self._batch_size
+        is_far = self._refill_at_most is not None and len(self._unsettled) >= ahead
+        return not (is_early or is_far) and self._has_room(worst_case_bytes)
 
     # What happens to prompts. Each raises ValueError for what cannot happen, such as training on a prompt twice.
 
@@ -122,6 +143,8 @@ class AdmissionBook:
         self._held_bytes += held_bytes - self._places[ordinal]
         self._places[ordinal] = held_bytes
         self._waiting[ordinal] = samples
+        if self._refill_at_most is not None and not is_trained(samples):
+            self._free_place(ordinal)
         self._settle()
 
     def give_up(self, ordinal: int) -> None:
@@ -142,9 +165,10 @@ class AdmissionBook:
 
     def take_batch(self) -> list[Finished] | None:
         """Return the next prompts in admission order, with their samples; None while the batch is not complete."""
-        if len(self._ready) < self._batch_size:
+        lengths = [length for length, ordinal in enumerate(self._ready, start=1) if self.fills(ordinal)]
+        if len(lengths) < self._batch_size:
             return None
-        ordinals = [self._ready.popleft() for _ in range(self._batch_size)]
+        ordinals = [self._ready.popleft() for _ in range(lengths[self._batch_size - 1])]
         for ordinal in ordinals:
             self._move(ordinal, PromptState.QUEUED, PromptState.BATCHED)
         return [(ordinal, self._waiting.pop(ordinal)) for ordinal in ordinals]
@@ -152,7 +176,8 @@ class AdmissionBook:
     def trained(self, batch: Iterable[Finished]) -> None:
         """Note that a batch that was taken is trained, as far as it was not left out, and free its places."""
         for ordinal, samples in batch:
-            after = PromptState.TRAINED if is_trained(samples) else PromptState.LEFT_OUT
+            left_out = PromptState.LEFT_OUT if self.fills(ordinal) else PromptState.IN_VAIN
+            after = PromptState.TRAINED if is_trained(samples) else left_out
             self._move(ordinal, PromptState.BATCHED, after)
             self._free_place(ordinal)
 
@@ -163,11 +188,6 @@ class AdmissionBook:
             self._free_place(ordinal)
         self._waiting.clear()
         self._ready.clear()
-
-    @property
-    def _with_samples(self) -> int:
-        """How many prompts finished with samples: in the queue, in the batch being trained on, or in an earlier one."""
-        return sum(self._counts[state] for state in WITH_SAMPLES)
 
     def _has_room(self, worst_case_bytes: int) -> bool:
         """Return whether there is a place for one more prompt.
@@ -188,7 +208,7 @@ class AdmissionBook:
             self._counts[before] -= 1
 
     def _free_place(self, ordinal: int) -> None:
-        self._held_bytes -= self._places.pop(ordinal)
+        self._held_bytes -= self._places.pop(ordinal, 0)
 
     def _settle(self) -> None:
         """Make finished prompts ready for a batch, up to the first prompt that still runs."""
@@ -196,3 +216,5 @@ class AdmissionBook:
             ordinal = self._unsettled.popleft()
             if ordinal in self._waiting:
                 self._ready.append(ordinal)
+                self._in_vain = 0 if self.fills(ordinal) else self._in_vain + 1
+                self.most_in_vain = max(self.most_in_vain, self._in_vain)

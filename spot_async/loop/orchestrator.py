@@ -61,6 +61,7 @@ class OrchestratorSettings:
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
+    refill_at_most: int | None = None  # batches that teach nothing, before the run ends; None: batches do not refill
     teacher_lag: int = 0  # iterations by which a teacher that follows the student may lag behind what it serves
     compute: Compute = at_once  # how a policy's numpy is done that may take long
 
@@ -94,6 +95,7 @@ class Orchestrator:
             max_staleness=settings.max_staleness,
             capacity_prompts=settings.capacity_prompts,
             capacity_bytes=settings.capacity_bytes,
+            refill_at_most=settings.refill_at_most,
         )
         self._settings = settings
         self._prompts = iter(prompts)
@@ -209,6 +211,7 @@ class Orchestrator:
     async def _next_batch(self) -> list[Finished] | None:
         """Wait for a whole batch and return it; None for a stopped run, or once no prompt comes that could fill one."""
         while not self.state.stopped:
+            self._check_refill()
             batch = self.book.take_batch()
             if batch is not None or self._no_more_prompts:
                 return batch
@@ -279,6 +282,15 @@ class Orchestrator:
                 f"({FILE_NAME} has them all), the last one with: {self._last_death}"
             )
 
+    def _check_refill(self) -> None:
+        """Raise SpotError if so many prompts in a row taught nothing that batches may never be full."""
+        batches, in_vain = self._settings.refill_at_most, self.book.most_in_vain
+        if batches is not None and in_vain > batches * self._settings.batch_size:
+            raise SpotError(
+                f"{in_vain} prompts in a row taught nothing (policy {type(self._policy).__name__}), more than "
+                f"training.refill_at_most={batches} batches: raise it, or choose problems that are sometimes solved"
+            )
+
     async def _train_batches(self, group: asyncio.TaskGroup) -> None:
         for number in range(self._trained.step + 1, self._settings.iterations + 1):
             times = PhaseTimes()
@@ -299,9 +311,8 @@ class Orchestrator:
             samples = [sample for _, group in taught for sample in group]
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
-            self._ledger.cut(
-                number - 1, self._trained.lineage, {ordinal: is_trained(group) for ordinal, group in taught}
-            )
+            found = {ordinal: is_trained(group) if self.book.fills(ordinal) else None for ordinal, group in taught}
+            self._ledger.cut(number - 1, self._trained.lineage, found)
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             report = await self._trainer.train(number - 1, trained)

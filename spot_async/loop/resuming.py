@@ -30,8 +30,8 @@ class PromptLedger(Protocol):
 
     def give_up(self, ordinal: int, state: str, reason: str) -> None: ...
 
-    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
-        """Note a batch, durably: it is about to be trained on."""
+    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool | None]) -> None:
+        """Note a batch, durably: it is about to be trained on. None: others filled it for this prompt."""
 
 
 class Checkpoints(Protocol):

@@ -43,13 +43,14 @@ FORMAT = 4  # 2: supervision is a sum of pulls and targets; 3: targets may have 
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names
+STATES = {True: "batched", False: "left_out", None: "in_vain"}  # of prompts in a batch, by whether they are trained on
 TABLES = """
 create table if not exists about (name text primary key, value integer not null) without rowid;
 create table if not exists prompts (
     ordinal integer primary key,
     problem text not null,
     attempt integer not null,  -- how often it was begun
-    state text not null,  -- running, queued, batched, left_out, dead, unpaid
+    state text not null,  -- running, queued, batched, left_out, in_vain, dead, unpaid
     reason text,  -- of dead ones, and of those that there was no money for at first
     batch integer,  -- the first one is 0
     lineage integer,  -- of the weights that the batch made
@@ -192,18 +193,17 @@ class Ledger:
         statement = "update prompts set state = ?, reason = ?, samples = null where ordinal = ?"
         self._end(statement, (state, reason, ordinal))
 
-    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
+    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool | None]) -> None:
         """Note which prompts make a batch, and whether any of its samples is trained on.
+
+        None: the prompt taught nothing and lies in the batch, which others fill.
 
         It is on disk when this returns, also after a power cut.
         """
         with self._transaction("pragma synchronous = full"):
             self._connection.executemany(
                 "update prompts set state = ?, batch = ?, lineage = ? where ordinal = ?",
-                [
-                    ("batched" if is_trained else "left_out", batch, lineage, ordinal)
-                    for ordinal, is_trained in prompts.items()
-                ],
+                [(STATES[is_trained], batch, lineage, ordinal) for ordinal, is_trained in prompts.items()],
             )
 
     def forget_samples(self, step: int) -> None:
@@ -311,16 +311,18 @@ def _copy(path: Path, copy: Path) -> None:
 def state_of(row: PromptRow, step: int) -> str:
     """Return a prompt's state at a checkpoint."""
     if row.batch is not None and row.batch < step:
-        return "left out" if row.state == "left_out" else "trained"
+        return {"left_out": "left out", "in_vain": "in vain"}.get(row.state, "trained")
     return row.state if row.state in ("dead", "unpaid") else "pending"
 
 
 def batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iterator[str]:
     """Yield what is wrong with the batches before a step: too few or too many prompts, or prompts passed over.
 
+    Those that taught nothing and were refilled for lie between the prompts of a batch, and do not count in its size.
+
     A prompt that there was no money for at first is not passed over: later ones may well be trained before it.
     """
-    sizes = Counter(row.batch for row in rows if row.batch is not None and row.batch < step)
+    sizes = Counter(row.batch for row in rows if row.batch is not None and row.batch < step and row.state != "in_vain")
     for batch in range(step):
         if sizes[batch] != batch_size:
             yield f"batch {batch + 1} has {sizes[batch]} prompts in place of {batch_size}"

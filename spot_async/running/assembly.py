@@ -142,6 +142,7 @@ def make_orchestrator(
             vocab_size=plan.student.vocab_size,
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
             max_dead_share=config.run.max_dead_share,
+            refill_at_most=config.training.refill_at_most if config.training.refill else None,
             teacher_lag=config.teacher_lag,
             compute=in_thread,
         ),

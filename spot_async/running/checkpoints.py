@@ -14,7 +14,7 @@ from spot_async.base.tasks import in_thread
 from spot_async.checks.machine import shortage
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
-from spot_async.loop.admission import PromptState
+from spot_async.loop.admission import PromptState, is_trained
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
@@ -84,6 +84,7 @@ def go_back(
     *,
     max_staleness: int,
     batch_size: int,
+    refills: bool = False,
     teacher_lag: int = 0,
 ) -> Resumption:
     """Undo what a run did after the step at which it begins once more, and return what an orchestrator continues from.
@@ -104,7 +105,7 @@ def go_back(
         directory.path, [DeadLetter(ordinal=r.ordinal, problem_id=r.problem_id, reason=r.reason or "") for r in dead]
     )
     settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
-    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, teacher_lag)
+    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, refills, teacher_lag)
     # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
     ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
@@ -117,6 +118,8 @@ def _settled(row: PromptRow) -> PromptState | None:
             return PromptState.DEAD
         case "left_out":
             return PromptState.LEFT_OUT
+        case "in_vain":
+            return PromptState.IN_VAIN
         case "batched":
             return PromptState.TRAINED
         case _:
@@ -129,20 +132,22 @@ def _reusable(
     beginning: Manifest,
     max_staleness: int,
     batch_size: int,
+    refills: bool,
     teacher_lag: int,
 ) -> dict[int, Sequence[Sample]]:
     """Return the samples that were finished and not trained on, of prompts whose weights still count.
 
-    A prompt goes into the batch that its place among the living prompts says. Where its tokens would be too old by
-    then, it is supervised once more.
+    A prompt goes into the batch that its place among the living prompts says, of which those that taught nothing take
+    none if batches refill. Where its tokens would be too old by then, it is supervised once more.
     """
     found: dict[int, Sequence[Sample]] = {}
     place = sum(row.state in ("batched", "left_out") for row in rows)
     for row in rows:
-        if row.state in ("dead", "batched", "left_out"):
+        if row.state in ("dead", "batched", "left_out", "in_vain"):
             continue
-        batch, place = place // batch_size, place + 1
         samples = ledger.samples(row.ordinal) if row.state == "queued" else None
+        fills = samples is None or not refills or is_trained(samples)
+        batch, place = place // batch_size, place + fills
         if samples is None:
             continue
         oldest = batch - max_staleness

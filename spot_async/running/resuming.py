@@ -146,6 +146,7 @@ class Beginnings:
             self._ledger,
             max_staleness=self._config.max_staleness,
             batch_size=self._config.training.batch_size,
+            refills=self._config.training.refill,
             teacher_lag=self._config.teacher_lag,
         )
         self._evaluations.go_back()

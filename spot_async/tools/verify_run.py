@@ -22,7 +22,7 @@ from spot_async.run_directory.ledger import FILE, Ledger, batch_faults, state_of
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.screen import number_table
 
-STATES = ("trained", "left out", "dead", "unpaid", "pending")
+STATES = ("trained", "left out", "in vain", "dead", "unpaid", "pending")
 
 
 class Verification(NamedTuple):

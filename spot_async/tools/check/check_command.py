@@ -174,6 +174,7 @@ def _show_answers(screen: Console, training: Sequence[JudgedSet], held_out: Sequ
 def _run_lines(config: Config, plan: TrainPlan, path: Path) -> list[str]:
     training, left_over = config.training, plan.schedule.left_over_per_epoch
     left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
+    at_least = "at least " if training.refill else ""
     evaluated = "nothing"
     if config.evaluation is not None:
         every = config.evaluation.eval_every
@@ -182,8 +183,8 @@ def _run_lines(config: Config, plan: TrainPlan, path: Path) -> list[str]:
     return [
         *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
-        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
-        f"in mini-batches of {training.mini_batch_size}, from "
+        f"run       {counted(plan.schedule.iterations, 'iteration')} of {at_least}"
+        f"{counted(training.batch_size, 'prompt')} in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
         f"rate      {schedule_words(training, plan.schedule.iterations)}",
         *(f"tokens    {line}" for line in plan.common.words),

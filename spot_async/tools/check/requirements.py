@@ -263,6 +263,8 @@ def requirements(
             f"{at_most.disk_bytes / 1e9:.1f} GB"
         )
     why = "as in the run given" if measured else f"half of sampling.max_response_tokens={longest}"
+    if config.training.refill:
+        why += ", and prompts that all teach something: training.refill has others besides, so it is at least so much"
     return Requirements(
         parameters=parameters,
         memory=memory,

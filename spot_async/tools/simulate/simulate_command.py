@@ -96,7 +96,8 @@ def duration_lines(config: Config, outcomes: Sequence[Outcome]) -> list[str]:
     times = ", ".join(
         f"{rough_time(count * each.iteration_s)} with max_staleness={each.max_staleness}" for each in outcomes if count
     )
-    return [f"training.iterations={count} take about {times}; evaluations are left out"] if count else []
+    about = "at least" if config.training.refill else "about"
+    return [f"training.iterations={count} take {about} {times}; evaluations are left out"] if count else []
 
 
 def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
