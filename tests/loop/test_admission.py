@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,14 @@ LIVE = ("running", "queued", "batched")
 FREE = 1 << 30
 
 
-def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE, iterations=100):
+def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE, iterations=100, refill=None):
     return AdmissionBook(
         batch_size=batch_size,
         iterations=iterations,
         max_staleness=max_staleness,
         capacity_prompts=capacity_prompts,
         capacity_bytes=capacity_bytes,
+        refill_at_most=refill,
     )
 
 
@@ -80,34 +82,45 @@ class AnyRun(RuleBasedStateMachine):
         staleness=st.integers(0, 2),
         more=st.integers(0, 6),
         size=st.integers(0, 120),
+        refill=st.none() | st.integers(1, 2),
     )
-    def open_the_book(self, batch_size, iterations, staleness, more, size):
+    def open_the_book(self, batch_size, iterations, staleness, more, size, refill):
         self.batch_size, self.staleness, self.capacity, self.most_bytes = batch_size, staleness, batch_size + more, size
-        self.iterations = iterations
-        self.book = book(batch_size, staleness, self.capacity, size, iterations)
+        self.iterations, self.refill = iterations, refill
+        self.book = book(batch_size, staleness, self.capacity, size, iterations, refill)
 
     def of(self, *states):
         return [ordinal for ordinal, (state, *_) in self.prompts.items() if state in states]
 
+    def is_in_vain(self, ordinal):
+        samples = self.prompts[ordinal][2]
+        return self.refill is not None and samples is not None and not samples[1].supervision
+
+    def placed(self):
+        return [ordinal for ordinal in self.of(*LIVE) if not self.is_in_vain(ordinal)]
+
     def held_bytes(self):
-        return sum(self.prompts[ordinal][1] for ordinal in self.of(*LIVE))
+        return sum(self.prompts[ordinal][1] for ordinal in self.placed())
+
+    def before_the_first_that_runs(self):
+        return itertools.takewhile(lambda ordinal: self.prompts[ordinal][0] != "running", self.prompts)
 
     def next_ones(self):
-        """Finished prompts in no batch, in admission order, before the first that runs."""
-        found = []
-        for ordinal, (state, *_) in self.prompts.items():
-            if state == "running":
-                break
-            found += [ordinal] if state == "queued" else []
-        return found
+        """Return the next batch: finished prompts up to the one that makes it full. None if none does."""
+        found = [ordinal for ordinal in self.before_the_first_that_runs() if self.prompts[ordinal][0] == "queued"]
+        full = [end for end, ordinal in enumerate(found, start=1) if not self.is_in_vain(ordinal)]
+        return found[: full[self.batch_size - 1]] if len(full) >= self.batch_size else None
 
     @rule(size=st.integers(0, 60), gap=st.integers(1, 3))
     def admit(self, size, gap):
         has_bytes = self.held_bytes() + size <= self.most_bytes
-        held = len(self.of(*LIVE))
+        held = len(self.placed())
         has_room = held < self.capacity and (has_bytes or held < self.batch_size)
         batches = min(self.staleness + self.served + 1, self.iterations)
-        is_fresh = len(self.of(*LIVE, "trained", "left_out")) < batches * self.batch_size
+        is_fresh = held + len(self.of("trained", "left_out")) < batches * self.batch_size
+        if self.refill is not None:  # nor may it be far ahead of a slow one
+            unsettled = len(self.prompts) - len([*self.before_the_first_that_runs()])
+            is_fresh &= unsettled < (self.staleness + 1 + self.refill) * self.batch_size
         ordinal = max(self.prompts, default=-1) + gap
         assert self.book.may_admit(size, served=self.served) == (has_room and is_fresh)
         if has_room and is_fresh:
@@ -133,9 +146,9 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def take_batch(self):
-        ordinals = self.next_ones()[: self.batch_size]
+        ordinals = self.next_ones()
         batch = self.book.take_batch()
-        if len(ordinals) < self.batch_size:
+        if ordinals is None:
             assert batch is None
             return
         assert batch == [(ordinal, self.prompts[ordinal][2]) for ordinal in ordinals]
@@ -155,7 +168,8 @@ class AnyRun(RuleBasedStateMachine):
         self.book.trained(batch)
         self.trained += 1
         for ordinal, samples in batch:
-            self.prompts[ordinal][0] = "trained" if samples[1].supervision else "left_out"
+            in_vain = "left_out" if self.refill is None else "in_vain"
+            self.prompts[ordinal][0] = "trained" if samples[1].supervision else in_vain
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -184,20 +198,20 @@ class AnyRun(RuleBasedStateMachine):
 
     @invariant()
     def places_are_those_of_prompts_that_run_wait_or_are_trained_on(self):
-        assert (self.book.held_prompts, self.book.held_bytes) == (len(self.of(*LIVE)), self.held_bytes())
+        assert (self.book.held_prompts, self.book.held_bytes) == (len(self.placed()), self.held_bytes())
         assert self.book.held_prompts <= self.capacity
 
     @invariant()
     def a_run_never_waits_for_itself(self):
         """With nothing under way there is a batch, or a prompt may start, however large those in the queue are."""
-        is_idle = not self.of("running", "batched") and len(self.of("queued")) < self.batch_size
+        is_idle = not self.of("running", "batched") and self.next_ones() is None
         if is_idle and self.served == self.trained < self.iterations:
             assert self.book.may_admit(FREE, served=self.served)
 
     def teardown(self):
         self.book.leave_over()
         assert self.book.ordinals(PromptState.LEFT_OVER) == self.of("queued")
-        assert self.book.held_prompts == len(self.of("running", "batched"))
+        assert self.book.held_prompts == len([each for each in self.placed() if each not in self.of("queued")])
         assert self.book.waiting == 0
         assert self.book.take_batch() is None
 

@@ -129,9 +129,11 @@ class ResumedDrill(Drill):
         strikes: Mapping[Any, DiskFault],
         after: Callable[[int], None],
         follows: FollowsConfig | None = None,
+        refill_at_most: int | None = None,
     ) -> None:
         """Make a life that has not begun. `after` is told of each iteration of it, which counts from 1."""
         self.follows = follows
+        self.refill_at_most = refill_at_most
         self._witness = witness
         self._strikes = strikes
         self._after = after
@@ -174,6 +176,7 @@ class ResumedDrill(Drill):
                 self._ledger,
                 max_staleness=self.max_staleness,
                 batch_size=self.batch_size,
+                refills=self.refill_at_most is not None,
                 teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             )
             self._spending.go_on()
@@ -190,6 +193,7 @@ class ResumedDrill(Drill):
             unpaid=witness.unpaid,
             witnessed=witness.sampled,
             follows=self.follows,
+            refill_at_most=self.refill_at_most,
         )
 
     def sizes(self, rng: random.Random) -> tuple[int, int]:
@@ -268,11 +272,14 @@ class ResumedDrill(Drill):
     def _check_reuse(self, *, all_kept: bool) -> None:
         """Check which finished samples are used again. A power cut and a damaged checkpoint may cost some."""
         resumption, finished = self._resumption, self._witness.finished
-        living = [row.ordinal for row in self._ledger.prompts() if row.state != "dead"]
-        for place, ordinal in enumerate(living):
+        living = [row for row in self._ledger.prompts() if row.state not in ("dead", "in_vain")]
+        place = -1
+        for ordinal in (row.ordinal for row in living):
+            kept = resumption.samples_of(ordinal)
+            place += kept is None or is_trained(kept) or self.refill_at_most is None
             if ordinal in resumption.settled:
                 continue
-            if resumption.samples_of(ordinal) is None:
+            if kept is None:
                 samples = self._witness.forget(ordinal)
                 still_counts = samples is not None and self._still_counts(samples, place // self.batch_size)
                 require(not (all_kept and still_counts), "I13", f"finished prompt {ordinal} is made again")
@@ -351,8 +358,9 @@ class ResumedDrill(Drill):
         last = max((row.ordinal for row in rows if row.batch is not None), default=-1)
         for row in rows:
             is_in = row.batch is not None and row.batch < step
+            untaught = "left_out" if self.refill_at_most is None else "in_vain"
             is_used = is_in and row.state == (
-                "batched" if is_trained(self._witness.finished[row.ordinal]) else "left_out"
+                "batched" if is_trained(self._witness.finished[row.ordinal]) else untaught
             )
             may_wait = row.ordinal > last or (row.ordinal in self._witness.unpaid and row.batch is None)
             holds = is_used or row.state == "dead" or may_wait

@@ -52,15 +52,16 @@ def crashing_run(
     max_staleness: int = 0,
     faults: Sequence[PlannedFault] | None = None,
     follows: FollowsConfig | None = None,
+    refill_at_most: int | None = None,
 ) -> CrashingRun:
     """Run what `policy` makes in every life, through the faults that the seed plans or through `faults` of these.
 
     Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
     """
     faults = planned_crashes(seed) if faults is None else faults
-    found = _through_lives(seed, policy, max_staleness, faults, follows)
+    found = _through_lives(seed, policy, max_staleness, faults, follows, refill_at_most)
     if max_staleness == 0 and faults and not found.witness.is_disturbed:
-        undisturbed = _through_lives(seed, policy, max_staleness, (), follows)
+        undisturbed = _through_lives(seed, policy, max_staleness, (), follows, refill_at_most)
         same = found.witness.line.weights == undisturbed.witness.line.weights
         require(same, "I10", f"it has other weights than without crashes, after {'; '.join(found.lives)}")
     return found
@@ -72,6 +73,7 @@ def _through_lives(
     max_staleness: int,
     faults: Sequence[PlannedFault],
     follows: FollowsConfig | None,
+    refill_at_most: int | None,
 ) -> CrashingRun:
     witness = Witness()
     told: list[str] = []
@@ -79,7 +81,7 @@ def _through_lives(
         disk = CrashingDisk(scratch, random.Random(derive_seed(seed, "disk")))
         for number in range(MOST_LIVES):
             strikes = [each for each in faults if life_of(each) == number]
-            life = _Life(number, seed, policy, max_staleness, strikes, disk, witness, follows)
+            life = _Life(number, seed, policy, max_staleness, strikes, disk, witness, follows, refill_at_most)
             try:
                 told.append(life.live())
             except Exception as error:
@@ -103,8 +105,9 @@ class _Life:
         disk: CrashingDisk,
         witness: Witness,
         follows: FollowsConfig | None,
+        refill_at_most: int | None,
     ) -> None:
-        self._follows = follows
+        self._follows, self._refill_at_most = follows, refill_at_most
         self.is_last = False
         self._number = number
         self._seed = seed
@@ -169,6 +172,7 @@ class _Life:
             self._strikes,
             self._arm,
             self._follows,
+            self._refill_at_most,
         )
         drill.begin(self._path, checkpoint, stack)
         if drill.trainer.step >= drill.iterations:  # it crashed behind its last checkpoint

@@ -2,7 +2,8 @@
 
     I1  served <= trained <= served + n + 1, where n is `max_staleness`
     I2  every token of batch b was sampled by weights of steps b - n to b, and by those that its span names
-    I3  every prompt that runs, is queued or is in a batch has a place in the queue, and no other has one
+    I3  every prompt that runs, is queued or is in a batch has a place in the queue, and no other has one; if batches
+        refill, those that taught nothing have none
     I4  a prompt is in one batch, and batches are in the order of admission; a prompt that an earlier part of the run
         had no money for is admitted once more, behind later ones
     I5  a role's servers get one weight update at a time
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from faults.stateful_trainer import StatefulTrainer
     from spot_async.loop.orchestrator import Orchestrator
 
-LIVING = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
-PLACED = LIVING[:3]
+PLACED = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED)
 Batches = Sequence[Sequence[Supervision]]
 # Which weights sampled a token in truth, by a digest of all tokens up to it.
 Witnessed = dict[bytes, set[str]]
@@ -127,12 +127,13 @@ class Invariants:
         unpaid: Set[int] = frozenset(),
         witnessed: Witnessed | None = None,
         follows: FollowsConfig | None = None,
+        refills: bool = False,
     ) -> None:
         """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before.
 
         `unpaid` are ordinals of prompts that it had no money for. `follows`: how its teacher follows the student.
         """
-        self._follows = follows
+        self._follows, self._refills = follows, refills
         self.witnessed: Witnessed = {} if witnessed is None else witnessed
         self.finished = len(batches)  # iterations
         self._batch_size = batch_size
@@ -182,8 +183,10 @@ class Invariants:
     def _check_book(self, orchestrator: Orchestrator) -> None:
         count = orchestrator.book.count
         placed, held = sum(map(count, PLACED)), orchestrator.book.held_prompts
-        require(placed == held, "I3", f"{held} places are held by {placed} prompts")
-        living, served = sum(map(count, LIVING)), orchestrator.served.step
+        as_many = count(PromptState.RUNNING) <= held <= placed if self._refills else held == placed
+        require(as_many, "I3", f"{held} places are held by {placed} prompts")
+        living = held + count(PromptState.TRAINED) + count(PromptState.LEFT_OUT)
+        served = orchestrator.served.step
         most = min(self._max_staleness + served + 1, self._iterations) * self._batch_size
         require(living <= most, "I6", f"{living} prompts were admitted, not {most}, with weights {served} served")
 
@@ -247,12 +250,14 @@ class Invariants:
         require(orchestrator.served.step == trainer.step, "I1", f"{orchestrator.served} are served in the end")
         left_over = book.count(PromptState.LEFT_OVER)
         most = 0 if self.finished == self._iterations else self._batch_size - 1
-        require(left_over <= most, "I6", f"{left_over} finished prompts are left over")
+        many = self._refills and most  # without prompts for the last batch, those that taught nothing wait for it too
+        require(many or left_over <= most, "I6", f"{left_over} finished prompts are left over")
         trained = {each.prompt_ordinal for batch in trainer.batches for each in batch}
         require(trained == set(book.ordinals(PromptState.TRAINED)), "I4", "others were trained than the book says")
         used = trained | set(book.ordinals(PromptState.LEFT_OUT))
         require(len(used) == self.finished * self._batch_size, "I4", f"{len(used)} prompts are in batches")
-        given_up = {*book.ordinals(PromptState.DEAD), *book.ordinals(PromptState.UNPAID)}
+        ended = (PromptState.DEAD, PromptState.UNPAID, *([PromptState.IN_VAIN] if self._refills else []))
+        given_up = {ordinal for state in ended for ordinal in book.ordinals(state)}
         late = self._unpaid & set(book.ordinals(PromptState.LEFT_OVER))  # paid for at last, and no batch was left
         skipped = set(range(max(used, default=-1) + 1)) - used - given_up - late
         require(not skipped, "I4", f"prompts {sorted(skipped)} were passed over")

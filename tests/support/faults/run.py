@@ -110,6 +110,7 @@ class Drill:
         unpaid: Set[int] = frozenset(),
         witnessed: Witnessed | None = None,
         follows: FollowsConfig | None = None,
+        refill_at_most: int | None = None,
     ) -> None:
         """Make a run with weights in `directory`. `line`, `unpaid` and `witnessed` are those of earlier parts of it."""
         rng = random.Random(derive_seed(seed, "run"))
@@ -117,6 +118,7 @@ class Drill:
         self.rng = rng
         self.policy = policy
         self.follows = follows
+        self.refill_at_most = refill_at_most
         self.max_staleness = max_staleness
         self.faults = faults
         self.batch_size, self.iterations = self.sizes(rng)
@@ -142,6 +144,7 @@ class Drill:
             unpaid=unpaid,
             witnessed=witnessed,
             follows=follows,
+            refills=refill_at_most is not None,
         )
         self._line = line or Line()
         self.trainer = self.trainer_class(
@@ -309,6 +312,7 @@ class Drill:
             capacity_prompts=places,
             weight_update_timeout_s=UPDATE_TIMEOUT_S,
             max_dead_share=1.0,
+            refill_at_most=self.refill_at_most,
             **self.kept(),
         )
 
