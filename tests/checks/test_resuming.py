@@ -37,6 +37,16 @@ def test_changed_prompts_are_refused_and_a_date_in_them_is_named():
         check_same_prompts(begun_with, plan(1, 3, reads_clock=True))
 
 
+def test_a_run_that_refills_goes_on_so_and_may_be_given_more_room_for_it(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "policy: {kind: grpo}\nstudent: {model: a}\ndata: {train: c}\ntraining: {iterations: 4, refill: true}\n"
+    )
+    before = load_config(tmp_path / "config.yaml", [])
+    check_same_numbers(before, load_config(tmp_path / "config.yaml", ["training.refill_at_most=9"]))
+    with pytest.raises(ConfigError, match=r"^training\.refill=False: the run began with True"):
+        check_same_numbers(before, load_config(tmp_path / "config.yaml", ["training.refill=false"]))
+
+
 def test_a_verifier_behind_a_url_may_move_and_become_another_kind_in_a_new_run_only(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "policy: {kind: spot}\nstudent: {model: a}\nteacher: {model: b}\ndata: {train: c}\ntraining: {iterations: 4}\n"

@@ -178,6 +178,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "training.mini_batch_size=3",
             "training: mini_batch_size=3 must divide batch_size=8: the nearest that does is 2",
         ),
+        ("training.refill=4", "training.refill: input should be a valid boolean, but got 4"),
+        ("training.refill_at_most=0", "training.refill_at_most: input should be greater than 0, but got 0"),
+        ("training.refill_at_most=1.5", "training.refill_at_most: input should be a valid integer, but got 1.5"),
+        ("training.refil=true", "training.refil: unknown key; did you mean `refill`?"),
         ("policy.probe_top_k=17", "policy: probe_top_k=17 (k_p) must not exceed score_top_k=16 (k_s)"),
         (
             "policy.lambda_mass=0.7",

@@ -1,8 +1,9 @@
-"""A recipe whose responses two models wrote continues where it was killed, to the same bits."""
+"""A recipe whose responses two models wrote, or whose batches refill, continues after a kill, to the same bits."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 from crashes.run import crashing_run
-from kill_drill import ROOT, command, weights
-from problem_files import FEW
+from kill_drill import ROOT, command, verified, weights
+from problem_files import FEW, write
 from recipes import RECIPES, recipe, simulated_recipe
+from typer.testing import CliRunner
 
 import spot_async
+from spot_async.cli import app
 from spot_async.run_directory.manifest import committed
 from spot_async.testing.simulation import make_policy, policy_context
 
@@ -46,6 +49,17 @@ def test_crashes_change_nothing_of_what_several_teachers_said() -> None:
     assert any(len(each.lives) > 1 and not each.witness.is_disturbed for each in found)
 
 
+def killed_and_continued(run: Path, name: str, *keys: str) -> None:
+    """Kill the run of a recipe by SIGKILL once it has a checkpoint, and let it continue to its end."""
+    begin = command("train", str(RECIPES / f"{name}.yaml"), f"run.directory={run}", *keys)
+    with subprocess.Popen(begin, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while not committed(run):
+            assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    subprocess.run(command("train", "--resume", str(run)), check=True, cwd=ROOT, capture_output=True)
+
+
 @pytest.mark.long
 def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
@@ -55,15 +69,48 @@ def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kil
     monkeypatch.setenv("PYTHONPATH", "examples/recipes")
     whole, run = tmp_path / "whole", tmp_path / "run"
     spot_async.run(RECIPES / "speculative_kd.yaml", [f"run.directory={whole}", *KEYS])  # on threads, undisturbed
-    begin = command("train", str(RECIPES / "speculative_kd.yaml"), f"run.directory={run}", *KEYS)
-    with subprocess.Popen(begin, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while not committed(run):
-            assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    subprocess.run(command("train", "--resume", str(run)), check=True, cwd=ROOT, capture_output=True)
-
+    killed_and_continued(run, "speculative_kd", *KEYS)
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 48
     assert any(None in [version for *_, version in each.get("writers", [])] for each in samples)
     assert weights(run) == weights(whole)
+
+
+@pytest.mark.long
+def test_a_run_that_refills_continues_to_the_same_bits_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setenv("PYTHONPATH", "examples/recipes")
+    keys = [*KEYS, "policy.samples=4"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    spot_async.run(RECIPES / "dapo.yaml", [f"run.directory={whole}", *keys])  # on threads, undisturbed
+    killed_and_continued(run, "dapo", *keys)
+    verified(run)
+    assert weights(run) == weights(whole)
+    prompts = json.loads((run / "summary.json").read_text())["prompts"]
+    assert prompts["trained"] == 6 * 8
+    assert prompts["in_vain"] > 6
+    names = ("iteration", "problem_id", "response", "left_out")
+    told = [
+        [[each.get(name) for name in names] for each in map(json.loads, (path / "samples.jsonl").open())]
+        for path in (whole, run)
+    ]
+    assert told[0] == told[1]
+
+
+def test_problems_that_nobody_solves_end_the_run_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    rows = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines()
+    unsolved = write(tmp_path, [json.loads(row) | {"answer": "99"} for row in rows])
+    keys = [f"run.directory={tmp_path / 'run'}", *KEYS, f"data.train={unsolved}", "training.refill_at_most=1"]
+    done = CliRunner().invoke(app, ["train", str(RECIPES / "dapo.yaml"), *keys, "policy.samples=2"])
+    assert done.exit_code != 0
+    said = r"error: (\d+) prompts in a row taught nothing \(policy Dapo\), more than training\.refill_at_most=1 batches"
+    found = re.search(said, " ".join(done.output.split()))
+    assert found is not None, done.output
+    assert 8 < int(found[1]) <= 16

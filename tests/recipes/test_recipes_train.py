@@ -38,6 +38,7 @@ SMALL = [
     "sampling.max_response_tokens=64",
 ]
 OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
+    "dapo": ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3", "training.refill_at_most=9"],
     "mopd": ["policy.route={odd: short, even: long}"],
     "teacher_average": [f"policy.top_k={WHOLE}"],
     "gkd": [f"policy.top_k={WHOLE}", "policy.beta=0.3"],
@@ -57,6 +58,7 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
+TOKEN_MEAN = ("dapo",)  # others take the mean of each response, and then over responses
 # Two models write, one writes a beginning, groups have rewards, groups show each other. Others are long: runs with
 # several teachers are in `running/test_routed_teachers.py` and `running/test_several_teachers.py` too.
 SHOWN = ("gkd", "guided_prefix", "kdrl", "sdpo")
@@ -153,6 +155,8 @@ def assert_telling(name: str, groups: list[Group]) -> None:
             assert {one.sample["teacher"] for one in ones} == {"short", "long"}
         case "scope":
             assert {one.reward for one in ones} == {0.0, 1.0}
+        case "dapo":
+            assert {len({one.reward for one in group}) for group in groups} == {1, 2}
         case "kdrl" | "paced" | "rlsd":
             assert any(len({one.reward for one in group}) > 1 for group in groups)
         case "gkd":
@@ -173,6 +177,11 @@ def assert_telling(name: str, groups: list[Group]) -> None:
 
 def forward_kl(p: Tensor, q: Tensor, clip: float = math.inf) -> Tensor:
     return (p.exp() * (p - q)).clamp(max=clip).sum(-1)
+
+
+def dapo(one: Response, group: Group) -> Tensor:
+    """Nothing is counted of a group that gives no direction."""
+    return one.policy(group_advantage(group, one)) if len({each.reward for each in group}) > 1 else one.old[:0]
 
 
 def group_advantage(group: Group, one: Response) -> float:
@@ -428,8 +437,8 @@ def compare(
     for one in ones:
         one.batch.extend(ones)
     assert_telling(name, groups)
-    losses = [globals()[plain(name)](one, group).mean() for group in groups for one in group]
-    loss = torch.stack(losses).mean()
+    losses = [globals()[plain(name)](one, group) for group in groups for one in group]
+    loss = torch.cat(losses).mean() if name in TOKEN_MEAN else torch.stack([each.mean() for each in losses]).mean()
     student.zero_grad()
     loss.backward()
     norm = math.sqrt(sum(float(each.grad.square().sum()) for each in student.parameters()))

@@ -130,6 +130,19 @@ def test_a_dry_run_shows_it_and_what_it_assumes(monkeypatch):
     assert f"EUR, the start before it {start}" in " ".join(shown.output.split())
 
 
+def test_a_dry_run_of_batches_that_refill_says_at_least(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    backend = f"teacher.backend={json.dumps(PAID)}"
+    command = ["train", "configs/quickstart.yaml", backend, *SMALL, "--dry-run"]
+    plain, refills = (
+        CliRunner().invoke(app, [*command, f"training.refill={flag}"]).output for flag in ("false", "true")
+    )
+    assert "3 iterations of 8 prompts" in plain
+    assert "3 iterations of at least 8 prompts" in refills
+    assert "at least" not in plain
+    assert refills.count("training.refill has others besides, so it is at least so much") == 2  # tokens, and money
+
+
 def test_a_budget_of_tokens_that_start_and_run_may_spend_is_named():
     config, plan = configured("policy=opd")
     (found,) = endpoints(config, plan)
