@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +38,7 @@ SMALL = [
     "sampling.max_response_tokens=64",
 ]
 OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
-    "dapo": ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3", "training.refill_at_most=9"],
+    "dapo": ["policy.samples=2", "training.batch_size=6", "training.mini_batch_size=6", "training.refill_at_most=9"],
     "mopd": ["policy.route={odd: short, even: long}"],
     "teacher_average": [f"policy.top_k={WHOLE}"],
     "gkd": [f"policy.top_k={WHOLE}", "policy.beta=0.3"],
@@ -85,7 +85,7 @@ class Response:
     student: Tensor  # of the weights in training, with a gradient
     solution: str
     rows: Callable[[str, list[str]], Tensor]  # a frozen model's, behind these turns
-    batch: list[Response]  # all of its batch
+    batch: list[Response] = field(repr=False)  # all of its batch
 
     @cached_property
     def teacher(self) -> Tensor:
@@ -181,7 +181,8 @@ def forward_kl(p: Tensor, q: Tensor, clip: float = math.inf) -> Tensor:
 
 def dapo(one: Response, group: Group) -> Tensor:
     """Nothing is counted of a group that gives no direction."""
-    return one.policy(group_advantage(group, one)) if len({each.reward for each in group}) > 1 else one.old[:0]
+    teaches = len({each.reward for each in group}) > 1
+    return one.policy(torch.tensor(group_advantage(group, one))) if teaches else one.old[:0]
 
 
 def group_advantage(group: Group, one: Response) -> float:
