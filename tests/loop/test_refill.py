@@ -38,7 +38,7 @@ def dapo() -> Any:
 
 def made(policy: Any = None, **changes: Any) -> Any:
     sizes = {"batch_size": BATCH, "iterations": ITERATIONS, "refill_at_most": ENOUGH, "max_dead_share": 1.0}
-    return make_run(policy or dapo(), prompts=simulated_prompts(problems=1000), **{**sizes, **changes})
+    return make_run(policy or dapo(), prompts=simulated_prompts(1000, problems=1000), **{**sizes, **changes})
 
 
 class Refuses(SimulatedStudent):
