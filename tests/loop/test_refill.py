@@ -141,13 +141,6 @@ class SolvesFirst(SimulatedVerifier):
         return Verdict.WRONG if int(problem.id[1:]) % 13 else verdict
 
 
-@pytest.mark.parametrize("max_staleness", [0, 3])
-def test_a_row_as_long_as_the_bound_goes_on_and_rows_of_several_batches_do_not_add_up(max_staleness: int) -> None:
-    policy = make_policy(recipe("dapo"), samples=16)
-    run = made(policy, max_staleness=max_staleness, verifier=SolvesFirst(), refill_at_most=3, iterations=2).finish()
-    assert trained_prompts(run) == [[0, 13, 26, 39], [52, 65, 78, 91]]
-
-
 class SlowAtFirst(SimulatedStudent):
     """It answers the first prompt after a minute."""
 
@@ -156,17 +149,20 @@ class SlowAtFirst(SimulatedStudent):
         return await super().generate(prompt_ids, *given, **more)
 
 
-def test_prompts_do_not_run_away_from_a_slow_one_and_go_on_behind_it() -> None:
-    policy = make_policy(recipe("dapo"), samples=16)
-    run = made(policy, student=SlowAtFirst(), verifier=SolvesFirst(), refill_at_most=3, max_staleness=1, iterations=2)
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_rows_as_long_as_the_bound_go_on_and_none_runs_further_ahead_of_a_slow_prompt(max_staleness: int) -> None:
+    student, policy = SlowAtFirst(), make_policy(recipe("dapo"), samples=16)
+    sizes = {"refill_at_most": 3, "max_staleness": max_staleness, "iterations": 2}
+    run = made(policy, student=student, verifier=SolvesFirst(), **sizes)
     admitted = []
 
     async def watched() -> None:
-        asyncio.get_running_loop().call_later(50.0, lambda: admitted.append(sum(run.orchestrator.book.counts.values())))
+        loop = asyncio.get_running_loop()
+        loop.call_later(50.0, lambda: admitted.append(sum(run.orchestrator.book.counts.values())))
         await run.orchestrator.run()
 
     run_on_virtual_time(watched())
-    assert admitted == [(1 + 1 + 3) * BATCH]
+    assert admitted == [(max_staleness + 1 + 3) * BATCH]
     assert trained_prompts(run) == [[0, 13, 26, 39], [52, 65, 78, 91]]
 
 
