@@ -128,7 +128,8 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     _check_schedule(config, schedule.iterations)
     check_eval_every(config, schedule.iterations)
     if isinstance(policy, ScheduleChecker):
-        policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
+        more = schedule.per_epoch if config.training.refill else 0  # nobody knows how many prompts batches take
+        policy.check(islice(schedule, max(more, schedule.iterations * config.training.batch_size)))
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs, revises=isinstance(policy, Reviser))
     evaluation = plan_evaluation(config, models.student) if config.evaluation is not None else ()

@@ -24,6 +24,7 @@ from spot_async.data.prompts import PromptRenderer, TeacherPromptRenderer
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
 from spot_async.models.vocabulary import Vocabulary, load_tokenizer
+from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.services import capabilities
 from spot_async.types import PolicyNeeds, Problem
 
@@ -726,3 +727,12 @@ def test_what_thinks_otherwise_than_it_is_told_is_said_of_training_teachers_and_
     student = read_model("student", config.student.model)
     (line,) = evaluation_warnings(plan_evaluation(config, student), student.vocabulary)
     assert line.startswith("evaluation.thinking=false: the chat template does not heed it")
+
+
+def test_a_policy_checks_all_problems_where_nobody_knows_how_many_prompts_batches_take(monkeypatch):
+    seen = []
+    monkeypatch.setattr(OpdPolicy, "check", lambda policy, prompts: seen.append(len(list(prompts))), raising=False)
+    small = ["policy=opd", "training={iterations: 1, batch_size: 8, mini_batch_size: 8, warmup_iterations: 0}"]
+    for refill in ("false", "true"):
+        plan_training(quickstart([*small, f"training.refill={refill}"]), starts=False)
+    assert seen == [8, 200]
