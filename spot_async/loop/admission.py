@@ -96,7 +96,7 @@ class AdmissionBook:
 
     @property
     def waiting(self) -> int:
-        """How many prompts have supervision that waits to be taken. Any thread may ask."""
+        """How many finished prompts wait to be taken. Any thread may ask."""
         return len(self._waiting)
 
     @property
