@@ -49,9 +49,22 @@ def test_crashes_change_nothing_of_what_several_teachers_said() -> None:
     assert any(len(each.lives) > 1 and not each.witness.is_disturbed for each in found)
 
 
-def killed_and_continued(run: Path, name: str, *keys: str) -> None:
-    """Kill the run of a recipe by SIGKILL once it has a checkpoint, and let it continue to its end."""
-    begin = command("train", str(RECIPES / f"{name}.yaml"), f"run.directory={run}", *keys)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "own"), [("speculative_kd", []), ("dapo", ["policy.samples=4"])])
+def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kill(
+    name: str,
+    own: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    servers_on_threads: None,
+    trainer_on_thread: None,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setenv("PYTHONPATH", "examples/recipes")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    spot_async.run(RECIPES / f"{name}.yaml", [f"run.directory={whole}", *KEYS, *own])  # on threads, undisturbed
+    begin = command("train", str(RECIPES / f"{name}.yaml"), f"run.directory={run}", *KEYS, *own)
     with subprocess.Popen(begin, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while not committed(run):
             assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
@@ -59,45 +72,19 @@ def killed_and_continued(run: Path, name: str, *keys: str) -> None:
         process.send_signal(signal.SIGKILL)
     subprocess.run(command("train", "--resume", str(run)), check=True, cwd=ROOT, capture_output=True)
 
-
-@pytest.mark.long
-def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setenv("PYTHONPATH", "examples/recipes")
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    spot_async.run(RECIPES / "speculative_kd.yaml", [f"run.directory={whole}", *KEYS])  # on threads, undisturbed
-    killed_and_continued(run, "speculative_kd", *KEYS)
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 48
-    assert any(None in [version for *_, version in each.get("writers", [])] for each in samples)
-    assert weights(run) == weights(whole)
-
-
-@pytest.mark.long
-def test_a_run_that_refills_continues_to_the_same_bits_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setenv("PYTHONPATH", "examples/recipes")
-    keys = [*KEYS, "policy.samples=4"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    spot_async.run(RECIPES / "dapo.yaml", [f"run.directory={whole}", *keys])  # on threads, undisturbed
-    killed_and_continued(run, "dapo", *keys)
     verified(run)
     assert weights(run) == weights(whole)
-    prompts = json.loads((run / "summary.json").read_text())["prompts"]
-    assert prompts["trained"] == 6 * 8
-    assert prompts["in_vain"] > 6
     names = ("iteration", "problem_id", "response", "left_out")
-    told = [
-        [[each.get(name) for name in names] for each in map(json.loads, (path / "samples.jsonl").open())]
-        for path in (whole, run)
+    samples, _ = both = [
+        [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()] for path in (run, whole)
     ]
-    assert told[0] == told[1]
+    assert len({str([[each.get(of) for of in names] for each in told]) for told in both}) == 1
+    if name == "dapo":
+        prompts = json.loads((run / "summary.json").read_text())["prompts"]
+        assert (prompts["trained"], prompts["in_vain"] > 6) == (48, True)
+    else:
+        assert len(samples) == 48
+        assert any(None in [version for *_, version in each.get("writers", [])] for each in samples)
 
 
 def test_problems_that_nobody_solves_end_the_run_with_its_line(
