@@ -445,6 +445,8 @@ def test_people_are_told_how_long_the_whole_run_takes_and_how_far_one_orchestrat
     done = CliRunner().invoke(app, files(tmp_path, configuration()))
     assert done.exit_code == 0, done.output
     assert "training.iterations=4 take about" in done.output
+    refills = CliRunner().invoke(app, [*files(tmp_path, configuration()), "training.refill=true"])
+    assert "training.iterations=4 take at least" in refills.output
     assert re.search(r"one orchestrator, .*, leads about [\d,]+ times as many such servers", done.output)
 
 
