@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.config import SamplingConfig
+from spot_async.config import SamplingConfig, TrainingConfig
 from spot_async.errors import ContractError
 
 IntArray = npt.NDArray[np.int32]
@@ -31,6 +31,7 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]  # indices, as numpy returns them
 Float64Array = npt.NDArray[np.float64]  # for computing
+Array = npt.NDArray[Any]
 
 FinishReason = Literal["stop", "length"]
 LARGEST_REWARD = 1e30  # squares of such numbers, and sums of them, are still finite
@@ -177,6 +178,10 @@ class Prompt(PromptSource, frozen=True, kw_only=True):
     """A problem at its place in the run."""
 
     ordinal: int  # place in admission order; seeds and priorities derive from it
+    # The iteration that trains on it if no prompt before it is given up; the first one is 0. Of the ordinal alone, so
+    # neither timing nor a resume changes it. With its share of the run's iterations, in [0, 1). 0 outside of a run.
+    iteration: int = 0
+    progress: float = 0.0
 
     def turns(self, *further: str) -> list[ChatTurn]:
         """Return what the student reads as turns: earlier ones, then the user's message with its instruction.
@@ -398,12 +403,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     `supervision` is None for a trajectory that is not trained on, and its record says why. `metrics` are averaged over
     the iteration under their own names. `record` becomes one line of `samples.jsonl`. It holds plain values and arrays
-    (NaN is written as null).
+    (NaN is written as null). `notes` are arrays that `revise` gets back, after a resume too, and nobody else.
     """
 
     supervision: Supervision | None
     metrics: dict[str, float]
     record: dict[str, Any]
+    notes: dict[str, Array] = {}
 
 
 class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -473,6 +479,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     answer_start: Callable[[str], int | None] | None = None
     run_seed: int = 0  # a policy derives its random numbers from this and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
+    training: TrainingConfig = msgspec.field(default_factory=lambda: TrainingConfig(epochs=1))
+    max_staleness: int = 0  # by how many updates the weights that sampled a response may be behind
 
 
 class WeightFile(msgspec.Struct, frozen=True):

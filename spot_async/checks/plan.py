@@ -213,6 +213,8 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
         answer_start=answer_start if all(each.READS_BOX for each in config.verifiers.values()) else None,
         run_seed=config.run.seed,
         reference_kl=config.training.reference_kl > 0,
+        training=config.training,
+        max_staleness=config.max_staleness,
     )
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     check_policy(policy, config.policy.kind)

@@ -368,6 +368,12 @@ def render_all(
     return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
 
 
+def place_in_run(ordinal: int, batch_size: int, iterations: int) -> dict[str, Any]:
+    """Return a prompt's `iteration` and `progress`. Those that replace others behind the last batch are of its own."""
+    iteration = min(ordinal // batch_size, iterations - 1)
+    return {"iteration": iteration, "progress": iteration / iterations}
+
+
 class PromptSchedule:
     """The order of a run's prompts. Iterating twice gives the same prompts."""
 
@@ -401,7 +407,8 @@ class PromptSchedule:
     def __iter__(self) -> Iterator[Prompt]:
         """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""
         for ordinal, source in enumerate(self._by_share() if self.shares else self._epochs(self.sources, "epoch")):
-            yield Prompt(ordinal=ordinal, **msgspec.structs.asdict(source))
+            when = place_in_run(ordinal, self._batch_size, self.iterations)
+            yield Prompt(ordinal=ordinal, **when, **msgspec.structs.asdict(source))
 
     def _by_share(self) -> Iterator[PromptSource]:
         """Yield the next source of the set that is furthest behind its share."""

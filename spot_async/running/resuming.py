@@ -26,6 +26,7 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
 from spot_async.running.checkpoints import go_back, put_aside
 from spot_async.running.run_evaluations import RunEvaluations
+from spot_async.stages.plugin_contract import is_ours
 from spot_async.trainer.settings import TrainerSettings, seam_words
 
 
@@ -46,7 +47,7 @@ def open_run(
 
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
     Without `weights` nothing is going to start, and no server has to be installed.
-    `say` also gets what happens to the learning rate, if the run continues for another number of iterations.
+    `say` also gets what happens to the learning rate and to progress, if it continues for other iterations.
     """
     directory = RunDirectory.open_own(path)
     if directory.purpose == "eval":
@@ -75,7 +76,10 @@ def open_run(
 
 
 def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int) -> str:
-    """Return what happens to the learning rate where the run continues; empty if that is as the last part planned."""
+    """Return what another number of iterations changes where the run continues; empty if the last part planned it so.
+
+    Policies of ours do not go by progress.
+    """
     try:
         last = TrainerSettings.load(str(path / "trainer.json"))
         training, iterations = last.training, last.iterations
@@ -83,7 +87,8 @@ def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int
         training = before.training
         epochs = (training.epochs or 1) * (plan.schedule.per_epoch // training.batch_size)
         iterations = training.iterations or epochs
-    return seam_words(training, iterations, config.training, plan.schedule.iterations, step)
+    own = not is_ours(plan.policy)
+    return seam_words(training, iterations, config.training, plan.schedule.iterations, step, tells_progress=own)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ import numpy as np
 
 from spot_async.base.events import Event
 from spot_async.config import SamplingConfig
+from spot_async.data.prompts import place_in_run
 from spot_async.errors import RequestError
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -135,6 +136,11 @@ def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, ans
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
 
 
+def _placed(batch_size: int, iterations: int) -> Iterator[Prompt]:
+    for prompt in simulated_prompts():
+        yield msgspec.structs.replace(prompt, **place_in_run(prompt.ordinal, batch_size, iterations))
+
+
 @dataclass
 class Journal:
     """A listener that keeps finished iterations, evaluations, and the prompts that were given up."""
@@ -239,7 +245,7 @@ def make_run(
     }
     orchestrator = Orchestrator(
         OrchestratorSettings(**numbers),
-        prompts=simulated_prompts() if prompts is None else prompts,
+        prompts=_placed(numbers["batch_size"], numbers["iterations"]) if prompts is None else prompts,
         policy=policy,
         stages=stages,
         trainer=trainer,

@@ -255,6 +255,15 @@ def test_an_epoch_drops_its_incomplete_batch_and_repeats_no_problem():
     assert first != second
 
 
+def test_a_prompt_knows_its_iteration_by_its_ordinal_alone_and_spare_ones_are_of_the_last():
+    prompts = list(islice(schedule(iterations=4), 25))
+    assert [p.iteration for p in prompts] == [*(i // 5 for i in range(20)), *[3] * 5]
+    assert [p.progress for p in prompts] == [p.iteration / 4 for p in prompts]
+    first = next(iter(schedule())).problem
+    outside = Prompt(ordinal=7, problem=first, token_ids=np.zeros(1, np.int32))
+    assert (outside.iteration, outside.progress) == (0, 0.0)
+
+
 def test_the_order_follows_from_the_seed_alone():
     ids = [[p.problem.id for p in islice(schedule(epochs=1, run_seed=seed), 20)] for seed in (3, 3, 4)]
     assert ids[0] == ids[1] != ids[2]

@@ -127,6 +127,13 @@ def test_a_learning_rate_that_jumps_where_a_run_goes_on_is_said_with_both_values
     assert seam_words(warming[0], 6, warming[1], 12, 3) == ""
 
 
+def test_that_progress_bends_is_said_where_a_policy_may_go_by_it() -> None:
+    six, twelve = (TrainingConfig(iterations=n, schedule="constant") for n in (6, 12))
+    said = seam_words(six, 6, twelve, 12, 3, tells_progress=True)
+    assert said == "progress after iteration 3: 0.25 in place of 0.5"
+    assert seam_words(six, 6, six, 6, 3, tells_progress=True) == ""
+
+
 def test_warm_up_rises_to_the_full_rate_and_constant_keeps_it() -> None:
     training = TrainingConfig(iterations=10, learning_rate=1.0, warmup_iterations=3, schedule="constant")
     assert [learning_rate(training, i, 10) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

@@ -157,6 +157,8 @@ def make_policy(config: Config) -> Policy:
         run_seed=config.run.seed,
         reference_kl=config.training.reference_kl > 0,
         teachers=() if config.route is not None else tuple(config.teachers),
+        training=config.training,
+        max_staleness=config.max_staleness,
     )
     policy: Policy = registry.load("policies", config.policy.kind)(settings, context)
     return policy
