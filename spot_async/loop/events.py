@@ -6,7 +6,8 @@ All times are the running loop's, so they are exact on virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -165,11 +166,29 @@ class IterationFinished(RunEvent, frozen=True):
     samples: Sequence[Sample]
     report: TrainReport
     times_s: PhaseTimes
+    accuracy: Sequence[Mapping[str, float]] = ()  # of each prompt, as `BoundStages.accuracy` says it
+
+    @property
+    def means(self) -> dict[str, float]:
+        return batch_means(self.samples, self.accuracy)
 
     @property
     def made_no_step(self) -> bool:
         """Whether all of its samples were left out of training, so that its weights are those before it."""
         return all(sample.supervision is None for sample in self.samples)
+
+
+def batch_means(samples: Iterable[Sample], accuracy: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the samples that have it; where prompts have one, theirs over prompts."""
+    return mean_metrics(each.metrics for each in samples) | mean_metrics(accuracy)
+
+
+def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for each in metrics:
+        for name, value in each.items():
+            values[name].append(value)
+    return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 class Phases:

@@ -15,7 +15,7 @@ unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -119,6 +119,7 @@ class Orchestrator:
             served=self._trained,
             changed=self._changed,
         )
+        self._accuracy: dict[int, Mapping[str, float]] = {}  # of finished prompts, until their batch is taken
         self._unanswered_in_a_row: set[str] = set()  # the problems of these prompts
         self._last_death = ""
         self.waits = WaitClock(stages.all)
@@ -196,6 +197,7 @@ class Orchestrator:
                 self.book.admit(prompt.ordinal, size_bytes)
                 kept = self._resumption.samples_of(prompt.ordinal)
                 if kept is not None:
+                    self._accuracy[prompt.ordinal] = self._resumption.accuracy_of(prompt.ordinal)
                     self.book.finish(prompt.ordinal, kept, held_bytes(kept))
                     self._changed.set()
                     continue
@@ -238,8 +240,9 @@ class Orchestrator:
             del self.state.running[prompt.ordinal]
         match error:
             case None:
+                accuracy = self._accuracy[prompt.ordinal] = stages.accuracy()
                 self.book.finish(prompt.ordinal, samples, held_bytes(samples))
-                self._ledger.finish(prompt.ordinal, samples)
+                self._ledger.finish(prompt.ordinal, samples, accuracy)
                 outcome = PromptState.QUEUED
                 self._unanswered_in_a_row.clear()
             case RequestError():  # another prompt takes its place in the batch
@@ -300,6 +303,7 @@ class Orchestrator:
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
+            accuracy = [self._accuracy.pop(ordinal) for ordinal in ordinals]
             waits = self.waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
             times.wait_for_batch = self._phases.end(phase, ordinals, waits)
@@ -326,7 +330,7 @@ class Orchestrator:
             times.train = self._phases.end(phase, ordinals)
 
             await self._wait_for_served(number, ordinals, times)
-            finished = IterationFinished(number, samples, report, times)
+            finished = IterationFinished(number, samples, report, times, accuracy)
             if pending := [each for each in (self._ending, written) if each is not None and not each.done()]:
                 self._ending = group.create_task(self._end_after(pending, finished, group), name=f"iteration {number}")
             else:

@@ -26,7 +26,7 @@ class PromptLedger(Protocol):
 
     def admit(self, ordinal: int, problem_id: str) -> None: ...
 
-    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None: ...
+    def finish(self, ordinal: int, samples: Sequence[Sample], accuracy: Mapping[str, float]) -> None: ...
 
     def give_up(self, ordinal: int, state: str, reason: str) -> None: ...
 
@@ -59,6 +59,7 @@ class Resumption:
     settled: Mapping[int, PromptState] = field(default_factory=dict)  # prompts at their end, by ordinal
     # Returns the samples that were kept of a prompt that is not at its end. None: it is supervised once more.
     samples_of: Callable[[int], Sequence[Sample] | None] = lambda ordinal: None
+    accuracy_of: Callable[[int], Mapping[str, float]] = lambda ordinal: {}  # what was kept beside these
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending
 from spot_async.spending.run_spending import metered
-from spot_async.types import Sample, Supervision
+from spot_async.types import Array, Sample, Supervision
 
 FILE = "ledger.sqlite"
-FORMAT = 4  # 2: supervision is a sum of pulls and targets; 3: targets may have baselines; 4: a bonus; 5: chunks
+FORMAT = 5  # 2: a sum of pulls and targets; 3: targets with baselines; 4: a bonus; 5: notes, accuracy, chunks
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names
@@ -54,7 +54,8 @@ create table if not exists prompts (
     reason text,  -- of dead ones, and of those that there was no money for at first
     batch integer,  -- the first one is 0
     lineage integer,  -- of the weights that the batch made
-    samples blob  -- of queued and batched ones
+    samples blob,  -- of queued and batched ones
+    accuracy text  -- JSON: of what the student wrote, as metrics
 );
 create table if not exists spending (
     role text not null,
@@ -93,6 +94,7 @@ class _Kept(msgspec.Struct, frozen=True):
     supervision: Supervision | None
     metrics: dict[str, float]
     record: bytes  # JSON
+    notes: dict[str, Array] = {}
 
 
 class Ledger:
@@ -183,10 +185,11 @@ class Ledger:
             (ordinal, problem_id),
         )
 
-    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
-        """Keep a prompt's samples, which wait for their batch."""
-        kept = [_Kept(each.supervision, each.metrics, row_bytes(each.record)) for each in samples]
-        self._end("update prompts set state = 'queued', samples = ? where ordinal = ?", (wire.encode(kept), ordinal))
+    def finish(self, ordinal: int, samples: Sequence[Sample], accuracy: Mapping[str, float]) -> None:
+        """Keep a prompt's samples, which wait for their batch, and how much of what the student wrote was right."""
+        kept = [_Kept(each.supervision, each.metrics, row_bytes(each.record), each.notes) for each in samples]
+        statement = "update prompts set state = 'queued', samples = ?, accuracy = ? where ordinal = ?"
+        self._end(statement, (wire.encode(kept), msgspec.json.encode(accuracy).decode(), ordinal))
 
     def give_up(self, ordinal: int, state: str, reason: str) -> None:
         """Note that a prompt is dead, or that there was no money for it."""
@@ -244,11 +247,22 @@ class Ledger:
         try:
             kept = wire.decode(row[0], list[_Kept])
             return [
-                Sample(supervision=each.supervision, metrics=each.metrics, record=msgspec.json.decode(each.record))
+                Sample(
+                    supervision=each.supervision,
+                    metrics=each.metrics,
+                    record=msgspec.json.decode(each.record),
+                    notes=each.notes,
+                )
                 for each in kept
             ]
         except (msgspec.MsgspecError, ValueError):
             return None
+
+    def accuracy(self, ordinal: int) -> dict[str, float]:
+        """Return the metrics that `finish` was given of a prompt."""
+        with self._failing():
+            (text,) = self._connection.execute("select accuracy from prompts where ordinal = ?", (ordinal,)).fetchone()
+        return msgspec.json.decode(text, type=dict[str, float])
 
     def spending(self) -> list[SpendingRow]:
         """Return what was spent, as it was when a prompt last ended."""

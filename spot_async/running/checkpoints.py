@@ -108,7 +108,7 @@ def go_back(
     kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, refills, teacher_lag)
     # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
     ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
-    return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
+    return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get, ledger.accuracy)
 
 
 def _settled(row: PromptRow) -> PromptState | None:

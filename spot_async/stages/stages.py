@@ -51,6 +51,7 @@ from spot_async.types import (
     ScoredPositions,
     ScoreRequest,
     TokenScores,
+    Verdict,
     WeightVersion,
 )
 
@@ -66,6 +67,7 @@ class Stages:
         """Make the stages of a policy with these `needs`. `events`: the channel to publish on; None makes a new one."""
         self.services = services
         self.settings = settings
+        self.samples_per_prompt = needs.samples_per_prompt
         self.events = events or Channel()
         asked = services.teachers or {"": TeacherService()}
         alike = [each.vocabulary for each in asked.values() if each.vocabulary and each.own_tokens is None]
@@ -170,6 +172,8 @@ class BoundStages:
         self._requests = self._requests_at(None)
         # What a teacher read before each response, where that was not the student's prompt, by the response's ids.
         self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
+        self._plain: dict[int, bytes] = {}  # whole responses of the student's to the prompt: their ids, by number
+        self._verdicts: dict[bytes, Verdict] = {}  # by the response's ids
 
     @property
     def student(self) -> Capabilities | None:
@@ -208,6 +212,8 @@ class BoundStages:
         response = await self._requests.continued(
             request, read_ids, prefix, max_tokens=max_tokens, stop=stop, generate=generate
         )
+        if n < self._stages.samples_per_prompt and prompt_ids is max_tokens is None and not (len(prefix) or stop):
+            self._plain[n] = content(response.token_ids)
         # Its log pi_old are those behind another prompt.
         return response if np.array_equal(read_ids, own_ids) else foreign(response)
 
@@ -288,12 +294,25 @@ class BoundStages:
         )
 
     async def verify(self, response_ids: IntArray) -> Judgement:
-        return await ask_judgement(
+        judgement = await ask_judgement(
             self._stages.verify,
             (self._prompt.ordinal,),
             self._prompt.problem,
             self.decode(response_ids),
         )
+        self._verdicts[content(response_ids)] = judgement.verdict
+        return judgement
+
+    def accuracy(self) -> dict[str, float]:
+        """Return the share of the student's own responses that are right, as metrics; empty if none was judged.
+
+        It is of what the student wrote to the prompt, whatever samples the policy makes of that.
+        """
+        verdicts = [self._verdicts[ids] for ids in self._plain.values() if ids in self._verdicts]
+        rewards = [each.reward for each in verdicts if each.reward is not None]
+        domain = self._prompt.problem.domain or self._prompt.problem.category
+        names = ["rollout/accuracy", *([f"rollout/{domain}/accuracy"] if domain else [])]
+        return dict.fromkeys(names, sum(rewards) / len(rewards)) if rewards else {}
 
     def recorded(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return the samples, in their records what was asked for them otherwise than is usual.

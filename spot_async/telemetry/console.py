@@ -39,7 +39,6 @@ from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.outcome_slope import areas, outcome_metrics
-from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
 from spot_async.telemetry.totals import masked_share, of_each, performance_words
 
@@ -131,7 +130,7 @@ class RunConsole:
             self.say(f"{line} · {self._left}" if self._left and self._training is None else line)
 
     def _show_iteration(self, result: IterationFinished) -> None:
-        means = mean_metrics(result.samples)
+        means = result.means
         of_teacher = slope_words(outcome_metrics(result.samples))
         self._accuracy = " · ".join(
             filter(None, [accuracy_words(means), domain_words(means), of_teacher, masked_words(means)])

@@ -24,7 +24,6 @@ from spot_async.run_directory.layout import ATTEMPTS_FAILED
 from spot_async.run_directory.reading import FailedAttempts
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
-from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.totals import Rows
 
 SAY_EVERY_S = 60.0
@@ -161,7 +160,7 @@ class EntropyHistory:
     def warning(self, finished: IterationFinished) -> str:
         """Return how far it fell since the iteration before; empty while that is not to a tenth."""
         before = self._nats.get(finished.iteration - 1, 0.0)
-        now = self._nats[finished.iteration] = mean_metrics(finished.samples).get(ENTROPY, before)
+        now = self._nats[finished.iteration] = finished.means.get(ENTROPY, before)
         if now > COLLAPSED * before or not before:
             return ""
         return (

@@ -145,9 +145,9 @@ class RunLog:
 
 
 def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
-    """Return a sample's record with its iteration and, unless the policy wrote it, its problem."""
+    """Return a sample's record with its iteration, its metrics and, unless the policy wrote it, its problem."""
     problem = {} if sample.supervision is None else {"problem_id": sample.supervision.problem_id}
-    return {"iteration": iteration, **problem, **sample.record}
+    return {"iteration": iteration, **problem, "metrics": sample.metrics, **sample.record}
 
 
 def iteration_metrics(
@@ -159,7 +159,7 @@ def iteration_metrics(
     """
     times_s = result.times_s
     return {
-        **mean_metrics(result.samples),
+        **result.means,
         **spread_metrics(result.samples),
         **outcome_metrics(result.samples),
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
@@ -209,15 +209,6 @@ def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:
                 f"{area}/{name}_standard_error": estimate.standard_error,
             }
     return {name: value for name, value in metrics.items() if value is not None}
-
-
-def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the mean of each metric over the samples that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, value in sample.metrics.items():
-            values[name].append(value)
-    return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 def spread_metrics(samples: Iterable[Sample]) -> dict[str, float]:

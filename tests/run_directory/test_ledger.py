@@ -38,7 +38,8 @@ def sample(ordinal=0, version=INITIAL, tokens=3):
         ),
     )
     record = {"text": "1 2 3", "entropy": np.array([0.5, np.nan, 0.25], np.float32), "count": 2}
-    return Sample(supervision=supervision, metrics={"rollout/tokens": 3.0}, record=record)
+    notes = {"share": np.array([0.1, np.nan]), "kept": np.array([[True], [False]])}
+    return Sample(supervision=supervision, metrics={"rollout/tokens": 3.0}, record=record, notes=notes)
 
 
 @pytest.fixture
@@ -53,12 +54,16 @@ def states(ledger):
 
 def test_what_was_finished_is_read_back_bit_for_bit_and_its_record_as_samples_jsonl_has_it(ledger):
     ledger.admit(3, "p3")
-    ledger.finish(3, [sample(3), sample(3)])
+    ledger.finish(3, [sample(3), sample(3)], {"rollout/accuracy": 1 / 3})
     first, second = ledger.samples(3)
     assert wire.encode(first.supervision) == wire.encode(second.supervision) == wire.encode(sample(3).supervision)
     assert first.supervision.soft_targets[0].baselines.tolist() == np.array([[0.4, 0.1]], np.float32).tolist()
     assert first.metrics == {"rollout/tokens": 3.0}
     assert first.record == {"text": "1 2 3", "entropy": [0.5, None, 0.25], "count": 2}
+    assert {name: (each.dtype, each.tobytes()) for name, each in first.notes.items()} == {
+        name: (each.dtype, each.tobytes()) for name, each in sample(3).notes.items()
+    }
+    assert ledger.accuracy(3) == {"rollout/accuracy": 1 / 3}
 
 
 def test_a_prompt_that_is_begun_again_says_so(ledger):
@@ -73,7 +78,7 @@ def test_going_back_keeps_batches_before_the_step_and_makes_later_ones_uncut(led
     for ordinal in range(6):
         ledger.admit(ordinal, f"p{ordinal}")
         if ordinal != 4:
-            ledger.finish(ordinal, [sample(ordinal)])
+            ledger.finish(ordinal, [sample(ordinal)], {})
     ledger.give_up(2, "dead", "no")
     ledger.cut(0, 0, {0: True, 1: False})
     ledger.cut(1, 0, {3: True, 5: True})
@@ -91,7 +96,7 @@ def test_a_kill_at_any_moment_leaves_what_was_written(tmp_path):
     """A copy of the files as they are between two writes is what a kill leaves."""
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.admit(0, "p0")
-        ledger.finish(0, [sample(0)])
+        ledger.finish(0, [sample(0)], {})
         ledger.cut(0, 0, {0: True})
         copy = tmp_path / "copy"
         copy.mkdir()
@@ -109,13 +114,6 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
     Ledger.open(newer).close()
     with closing(sqlite3.connect(newer / FILE)) as connection, connection:
         connection.execute("update about set value = 99")
-    older = tmp_path / "older"  # its queued samples would lose their teacher in silence
-    older.mkdir()
-    Ledger.open(older).close()
-    with closing(sqlite3.connect(older / FILE)) as connection, connection:
-        connection.execute("update about set value = 1")
-    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 4 only: finish the run"):
-        Ledger.open(older)
     with pytest.raises(DataError, match="has format 99, newer than this spot-async can read"):
         Ledger.open(newer)
     (newer / FILE).write_bytes(b"this is no database, whatever its name says" * 99)
@@ -123,6 +121,29 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
         Ledger.open(newer)
     with pytest.raises(DataError, match=r"ledger.sqlite: cannot be opened"):
         Ledger.open(tmp_path / "no such directory")
+
+
+BEFORE = """
+create table about (name text primary key, value integer not null) without rowid;
+create table prompts (
+    ordinal integer primary key, problem text not null, attempt integer not null, state text not null, reason text,
+    batch integer, lineage integer, samples blob
+);
+"""  # the tables of formats 1 to 4
+
+
+@pytest.mark.parametrize("older", [1, 2, 3, 4])
+def test_a_ledger_of_an_older_format_is_read_and_never_continued(tmp_path, older):
+    """Its queued samples would lose in silence what their format had not."""
+    with closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:
+        connection.executescript(BEFORE)
+        connection.execute("insert into about values ('format', ?)", (older,))
+        connection.execute("insert into prompts values (0, 'p0', 1, 'batched', null, 0, 0, null)")
+        connection.execute("insert into prompts values (1, 'p1', 1, 'queued', null, null, null, ?)", (wire.encode([]),))
+    with pytest.raises(DataError, match=rf"has format {older}, .* continues runs of format 5 only: finish the run"):
+        Ledger.open(tmp_path)
+    with Ledger.read_only(tmp_path) as ledger:
+        assert states(ledger) == {0: "batched", 1: "queued"}
 
 
 def test_a_write_that_fails_is_one_line(ledger):
@@ -133,6 +154,6 @@ def test_a_write_that_fails_is_one_line(ledger):
 
 def test_samples_that_cannot_be_read_any_more_are_none(tmp_path, ledger):
     ledger.admit(0, "p0")
-    ledger.finish(0, [sample(0)])
+    ledger.finish(0, [sample(0)], {})
     ledger._connection.execute("update prompts set samples = ?", (b"\x93torn",))
     assert ledger.samples(0) is None

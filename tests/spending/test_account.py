@@ -219,7 +219,7 @@ def test_a_kill_forgets_only_what_was_asked_since_a_prompt_last_ended(tmp_path):
     async def ask_until_killed(account, ledger):
         await ask(account, reply(100, 10))
         async with account.request("there", size, account.rate_limit):
-            ledger.finish(0, [])
+            ledger.finish(0, [], {})
             return ledger.spending()
 
     account, log = opened()

@@ -386,8 +386,8 @@ class _WitnessedLedger(Ledger):
         super().admit(ordinal, problem_id)
         self.witness.made_again += self.witness.forget(ordinal) is not None
 
-    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
-        super().finish(ordinal, samples)
+    def finish(self, ordinal: int, samples: Sequence[Sample], accuracy: Mapping[str, float]) -> None:
+        super().finish(ordinal, samples, accuracy)
         self.witness.finished[ordinal] = samples
 
     def give_up(self, ordinal: int, state: str, reason: str) -> None:
