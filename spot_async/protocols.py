@@ -7,7 +7,7 @@ Deadlines are absolute, on the running loop's clock (`asyncio.get_running_loop()
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from spot_async.types import (
     BehindUrl,
@@ -16,6 +16,7 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    IterationReport,
     Judgement,
     Live,
     LiveBatch,
@@ -387,6 +388,24 @@ class Reviser(Protocol):
         records. A sample without supervision is left out. It is asked once an iteration, before the first update, and
         must be pure: after a resume it is asked again, and gives the same.
         """
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A policy that is told how iterations went, and keeps what it makes of that in the run's checkpoints.
+
+    `revise` of an iteration comes after the reports of all before it, and so does a strict run's `supervise`.
+    Otherwise `supervise` may see any newer state.
+    """
+
+    def observe(self, report: IterationReport) -> None:
+        """Take note of an iteration. It is told of each once, in order, before its weights are served and saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that it knows from reports, as plain JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what it was when `state_dict` returned this, whatever it was told since."""
 
 
 class Trainer(Protocol):

@@ -55,6 +55,7 @@ from spot_async.types import Capabilities as Capabilities
 from spot_async.types import ChatTurn as ChatTurn
 from spot_async.types import Divergence as Divergence
 from spot_async.types import Generation as Generation
+from spot_async.types import IterationReport as IterationReport
 from spot_async.types import Judgement as Judgement
 from spot_async.types import Live as Live
 from spot_async.types import LiveBatch as LiveBatch

@@ -421,6 +421,16 @@ class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
     progress: float  # `iteration` as a share of the run's iterations, in [0, 1)
 
 
+class IterationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy that observes is told of an iteration that was trained. Nothing in it is decided by a clock."""
+
+    iteration: int  # the first one is 0
+    metrics: dict[str, float]  # by their names in metrics.jsonl: means of the batch, and `train/...`
+    # Metrics of the weights after `iteration - max_staleness` iterations, which the run has waited for, however early
+    # they were there; empty where none were due.
+    evaluation: dict[str, float]
+
+
 class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     """What a policy needs from the backends. Checked against their `Capabilities` before the first request."""
 
@@ -452,7 +462,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     rounds: int = 1  # how often a prompt goes through its stages, one time after the other, at most
     # Upper limits, by which room is reserved when a prompt is admitted.
     samples_per_prompt: int = 1  # trajectories
-    term_bytes: int = 0  # of pulls and soft targets on the wire, per trajectory
+    term_bytes: int = 0  # of pulls and soft targets on the wire, and of notes, per trajectory
     term_bytes_per_token: int = 0  # likewise, per response token
     record_bytes: int = 0  # per trajectory: its record without texts and per-token values
 

@@ -27,13 +27,13 @@ from spot_async.loop.events import IterationFinished, OrchestratorState, Phases,
 from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
 from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
-from spot_async.protocols import Policy, Reviser, Trainer
+from spot_async.protocols import Observer, Policy, Reviser, Trainer
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.events import RequestEvent, WaitClock, seconds_by_stage
-from spot_async.stages.plugin_contract import is_ours, revise, supervise
+from spot_async.stages.plugin_contract import is_ours, observe, revise, supervise
 from spot_async.stages.stages import Stages
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import LiveBatch, Prompt, Supervision, WeightVersion
+from spot_async.types import IterationReport, LiveBatch, Prompt, Supervision, WeightVersion
 
 T = TypeVar("T")
 
@@ -106,6 +106,7 @@ class Orchestrator:
         self._resumption = records.resumption
         self._trained = self._resumption.version
         self._ending: asyncio.Task[None] | None = None  # of the newest iteration
+        self._figures = None if student.evaluation is None else student.evaluation.figures
         self._saver = StateSaver(trainer, records.checkpoints, self._trained.step)
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
@@ -320,6 +321,8 @@ class Orchestrator:
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             report = await self._trainer.train(number - 1, trained)
+            finished = IterationFinished(number, samples, report, times, accuracy)
+            await self._tell_policy(finished)
             self.book.trained(taught)
             self._changed.set()
             self._trained = report.snapshot.version
@@ -330,7 +333,6 @@ class Orchestrator:
             times.train = self._phases.end(phase, ordinals)
 
             await self._wait_for_served(number, ordinals, times)
-            finished = IterationFinished(number, samples, report, times, accuracy)
             if pending := [each for each in (self._ending, written) if each is not None and not each.done()]:
                 self._ending = group.create_task(self._end_after(pending, finished, group), name=f"iteration {number}")
             else:
@@ -355,6 +357,17 @@ class Orchestrator:
             (ordinal, [sample if sample.supervision is None else next(given) for sample in group])
             for ordinal, group in batch
         ]
+
+    async def _tell_policy(self, trained: IterationFinished) -> None:
+        """Tell a policy that observes, before weights are served that its next prompts are sampled from."""
+        if not isinstance(self._policy, Observer):
+            return
+        iteration = trained.iteration - 1
+        step = iteration - self._settings.max_staleness  # its evaluation is there: see `_wait_for_served`
+        figures = await self._figures(step) if self._figures is not None and step > 0 else {}
+        metrics = {f"train/{name}": value for name, value in trained.report.metrics.items() if not name.endswith("_s")}
+        report = IterationReport(iteration=iteration, metrics=trained.means | metrics, evaluation={**figures})
+        await self._settings.compute(observe, self._policy, report)
 
     async def _end_after(
         self, pending: Sequence[asyncio.Task[Any]], finished: IterationFinished, group: asyncio.TaskGroup

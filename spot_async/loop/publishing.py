@@ -37,6 +37,8 @@ class LiveEvaluation:
 
     is_due: Callable[[int], bool]  # whether the weights of this iteration are to be evaluated
     measure: Callable[[int], Awaitable[EvaluationResult | None]]  # None if the budget ran out meanwhile
+    # The metrics of one that was made; empty if none was due.
+    figures: Callable[[int], Awaitable[Mapping[str, float]]] | None = None
 
 
 @dataclass(frozen=True)

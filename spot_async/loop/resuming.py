@@ -41,7 +41,7 @@ class Checkpoints(Protocol):
         """Whether the trainer saves its state after this iteration (the first one is 1)."""
 
     def directory(self, iteration: int) -> str:
-        """Return where the trainer saves its state after this iteration."""
+        """Return where the trainer saves its state after this iteration. It begins to now, and so does the policy."""
 
     async def commit(self, iteration: int) -> None:
         """Make what was saved after this iteration the state to resume from. Everything else of it is on disk."""

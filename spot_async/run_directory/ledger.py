@@ -36,7 +36,7 @@ from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending
 from spot_async.spending.run_spending import metered
-from spot_async.types import Array, Sample, Supervision
+from spot_async.types import Sample
 
 FILE = "ledger.sqlite"
 FORMAT = 5  # 2: a sum of pulls and targets; 3: targets with baselines; 4: a bonus; 5: notes, accuracy, chunks
@@ -91,10 +91,8 @@ class SpendingRow(NamedTuple):
 class _Kept(msgspec.Struct, frozen=True):
     """A sample as it is kept. Arrays of its record, which only people read, have become lists."""
 
-    supervision: Supervision | None
-    metrics: dict[str, float]
+    sample: Sample  # with no record
     record: bytes  # JSON
-    notes: dict[str, Array] = {}
 
 
 class Ledger:
@@ -187,7 +185,7 @@ class Ledger:
 
     def finish(self, ordinal: int, samples: Sequence[Sample], accuracy: Mapping[str, float]) -> None:
         """Keep a prompt's samples, which wait for their batch, and how much of what the student wrote was right."""
-        kept = [_Kept(each.supervision, each.metrics, row_bytes(each.record), each.notes) for each in samples]
+        kept = [_Kept(msgspec.structs.replace(each, record={}), row_bytes(each.record)) for each in samples]
         statement = "update prompts set state = 'queued', samples = ?, accuracy = ? where ordinal = ?"
         self._end(statement, (wire.encode(kept), msgspec.json.encode(accuracy).decode(), ordinal))
 
@@ -246,15 +244,7 @@ class Ledger:
             return None
         try:
             kept = wire.decode(row[0], list[_Kept])
-            return [
-                Sample(
-                    supervision=each.supervision,
-                    metrics=each.metrics,
-                    record=msgspec.json.decode(each.record),
-                    notes=each.notes,
-                )
-                for each in kept
-            ]
+            return [msgspec.structs.replace(each.sample, record=msgspec.json.decode(each.record)) for each in kept]
         except (msgspec.MsgspecError, ValueError):
             return None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from spot_async.base.files import all_numbered, flush_to_disk
+from spot_async.base.files import all_numbered, flush_to_disk, write_whole
 from spot_async.base.tasks import in_thread
 from spot_async.checks.machine import shortage
 from spot_async.config import TrainingConfig
@@ -25,6 +25,7 @@ from spot_async.trainer.feed_check import sampled_spans, teacher_versions
 from spot_async.types import Pull, Sample, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 ROLLED_BACK = "rolled-back"
+POLICY_FILE = "policy.json"  # of a checkpoint: what the policy made of reports
 
 Named = TypeVar("Named", Supervision, VersionSpan, Pull, SoftTargets)
 
@@ -41,10 +42,11 @@ class RunCheckpoints:
         beginning: Manifest,
         ledger: Ledger,
         expected_bytes: int,
+        policy_state: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         """`beginning` says where this part of the run began: its step, lineages and digests.
 
-        `expected_bytes`: what the first checkpoint takes.
+        `expected_bytes`: what the first checkpoint takes. `policy_state` is of a policy that observes.
         """
         self._directory = directory
         self._run = directory.path
@@ -54,6 +56,8 @@ class RunCheckpoints:
         self._beginning = beginning
         self._ledger = ledger
         self._expected_bytes = expected_bytes
+        self._policy_state = policy_state
+        self._state: bytes | None = None  # as it was when the trainer's began to be saved
 
     def is_due(self, iteration: int) -> bool:
         return iteration % self._every == 0 or iteration == self._iterations
@@ -64,6 +68,7 @@ class RunCheckpoints:
                 f"no room for the checkpoint of iteration {iteration}: {words}: make room, or keep fewer by "
                 "training.keep_checkpoints, and continue it with --resume; the checkpoints before are whole"
             )
+        self._state = self._policy_state()
         return str(manifest.checkpoint_directory(self._run, iteration))
 
     async def commit(self, iteration: int) -> None:
@@ -71,6 +76,8 @@ class RunCheckpoints:
         written = msgspec.structs.replace(self._beginning, step=iteration)
         await in_thread(self._directory.flush_rows)  # a resumed run does not write them again
         await in_thread(self._directory.weights.keep, iteration)  # it serves them
+        if self._state is not None:
+            await in_thread(write_whole, directory / POLICY_FILE, self._state)
         files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
         self._expected_bytes = sum(each.bytes for each in files)
         self._ledger.forget_samples(iteration)

@@ -30,6 +30,7 @@ from spot_async.running.resuming import Beginning
 from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.running.run_trainer import RunTrainer, loss_of_trainer
 from spot_async.running.services import SENDING_WEIGHTS, OpenServices, initial_weights
+from spot_async.stages.plugin_contract import state_of
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.live_bottleneck import LiveBottleneck
 from spot_async.telemetry.meters import LoopLag, RunMeters, replica_states
@@ -90,9 +91,10 @@ class Part:
             beginning=self._began,
             ledger=run.ledger,
             expected_bytes=parameters.checkpoint_bytes(config.copies) if parameters is not None else 0,
+            policy_state=partial(state_of, run.plan.policy),
         )
         records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
-        evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live)
+        evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live, run.evaluations.figures)
         self.orchestrator = make_orchestrator(config, run.plan, stages, run.trainer, run.services, evaluation, records)
 
     async def train(self, stop: StopRequest, *, starts_trainer: bool) -> TrainerLostError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from spot_async.base.files import numbered
+from spot_async.base.files import numbered, reading
 from spot_async.base.processes.private_directory import remove_abandoned
 from spot_async.base.tasks import in_thread
 from spot_async.checks.plan import TrainPlan, plan_training
@@ -24,10 +25,10 @@ from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory, evaluation_files
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
-from spot_async.running.checkpoints import go_back, put_aside
+from spot_async.running.checkpoints import POLICY_FILE, go_back, put_aside
 from spot_async.running.run_evaluations import RunEvaluations
-from spot_async.stages.plugin_contract import is_ours
-from spot_async.trainer.settings import TrainerSettings, seam_words
+from spot_async.stages.plugin_contract import called, is_ours, state_of
+from spot_async.trainer.settings import TrainerSettings, progress_words, seam_words
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int
         training = before.training
         epochs = (training.epochs or 1) * (plan.schedule.per_epoch // training.batch_size)
         iterations = training.iterations or epochs
-    own = not is_ours(plan.policy)
-    return seam_words(training, iterations, config.training, plan.schedule.iterations, step, tells_progress=own)
+    now = plan.schedule.iterations
+    progress = "" if is_ours(plan.policy) else progress_words(iterations, now, step)
+    return "; ".join(filter(None, [seam_words(training, iterations, config.training, now, step), progress]))
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Beginnings:
         self._directory = directory
         self._ledger = ledger
         self._evaluations = evaluations
+        self._state = state_of(plan.policy)  # as it begins
 
     async def first(self, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Beginning:
         """Return where the first part begins: with the initial weights, or with a checkpoint of an earlier command."""
@@ -155,4 +158,9 @@ class Beginnings:
             teacher_lag=self._config.teacher_lag,
         )
         self._evaluations.go_back()
+        if (state := self._state) is not None:
+            if checkpoint is not None:
+                with reading(path := checkpoint.directory / POLICY_FILE):
+                    state = path.read_bytes()
+            called(self._plan.policy, "load_state_dict", json.loads(state))
         return Beginning(begun, checkpoint, resumption)

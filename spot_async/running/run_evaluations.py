@@ -5,6 +5,7 @@ An evaluation in which the money runs out has no result, and `RunResults` says s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,6 +24,7 @@ from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_
 from spot_async.running.measuring import Occasion, finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
 from spot_async.telemetry.evaluations import EvaluationHistory
+from spot_async.telemetry.run_log import evaluation_metrics
 from spot_async.types import WeightSnapshot, WeightVersion
 
 Student: TypeAlias = Generator | ServicePool[Generator]
@@ -81,6 +83,11 @@ class RunEvaluations:
             )
             for iteration, result in self._untold.items()
         ]
+
+    async def figures(self, iteration: int) -> Mapping[str, float]:
+        """Return the metrics of an evaluation that is due, from its files: what they say after a resume too."""
+        found = await in_thread(self._finished, f"{iteration:06d}") if self.is_due(iteration) else None
+        return evaluation_metrics(found)
 
     async def before(self, student: Student) -> EvaluationResult | None:
         return await self._measure(student, "before", self._plan.student.directory)

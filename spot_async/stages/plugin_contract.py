@@ -8,6 +8,7 @@ stays its cause. What is inside supervision is checked by `trainer/feed_check.py
 from __future__ import annotations
 
 import inspect
+import json
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
 from spot_async.base.waiting_room import Priority
+from spot_async.base.wire import ARRAY_DTYPES
 from spot_async.errors import (
     ConfigError,
     ContractError,
@@ -27,9 +29,10 @@ from spot_async.errors import (
     PoisonedReplyError,
     SpotError,
 )
-from spot_async.protocols import Policy, PromptStages, Reviser, Verifier
+from spot_async.protocols import Observer, Policy, PromptStages, Reviser, Verifier
 from spot_async.stages.stage import Stage
 from spot_async.types import (
+    IterationReport,
     Judgement,
     LiveBatch,
     PolicyNeeds,
@@ -45,6 +48,7 @@ from spot_async.types import (
 
 T = TypeVar("T")
 LATE = Judgement(Verdict.TIMEOUT)
+OBSERVING = ("observe", "state_dict", "load_state_dict")
 
 
 def is_ours(plugin: object) -> bool:
@@ -53,15 +57,20 @@ def is_ours(plugin: object) -> bool:
 
 
 def check_policy(policy: Any, kind: str) -> None:
-    """Raise ConfigError unless a policy has `needs` and a method `supervise`, and `revise` is none that waits."""
+    """Raise ConfigError unless a policy has `needs` and a method `supervise`, and what it may have is as it must be."""
     name = f"policy.kind={kind}: {type(policy).__name__}"
     needs = getattr(policy, "needs", None)
     if not isinstance(needs, PolicyNeeds):
         raise ConfigError(f"{name}.needs is {_shown(needs)}: give it a property `needs` that returns PolicyNeeds(...)")
     if not callable(getattr(policy, "supervise", None)):
         raise ConfigError(f"{name} has no method `supervise`: give it `async def supervise(self, prompt, stages)`")
-    if inspect.iscoroutinefunction(getattr(policy, "revise", None)):
-        raise ConfigError(f"{name}.revise is a coroutine; it asks no server: write it as `def`")
+    for method in ("revise", *OBSERVING):
+        if inspect.iscoroutinefunction(getattr(policy, method, None)):
+            raise ConfigError(f"{name}.{method} is a coroutine; it asks no server: write it as `def`")
+    lacking = [method for method in OBSERVING if not callable(getattr(policy, method, None))]
+    if hasattr(policy, "observe") and lacking:
+        raise ConfigError(f"{name} has `observe` and no `{lacking[0]}`: a run that goes on needs its state")
+    state_of(policy)
 
 
 async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
@@ -85,6 +94,9 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
         if not isinstance(sample, Sample):
             raise PluginError(f"{name} returned a list with {_shown(sample)} in it; return a list of Samples")
         _check_supervision(name, sample.supervision)
+        for key, note in sample.notes.items():
+            if not isinstance(note, np.ndarray) or note.dtype.str not in ARRAY_DTYPES:
+                raise PluginError(f"{name}: notes[{key!r}] is {_shown(note)}; give an array of int32, float32 or bool")
     return samples
 
 
@@ -94,13 +106,10 @@ def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
     Raise PluginError if it returns others, changes more than their terms, or raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.revise"
-    for each in arrays((*(sample.supervision for sample in batch.samples), *batch.live)):
+    drafts = (*(sample.supervision for sample in batch.samples), *(tuple(sample.notes.values()) for sample in batch.samples))
+    for each in arrays((*drafts, *batch.live)):
         each.setflags(write=False)  # the ledger has the drafts, which a resumed run revises again
-    try:
-        samples = policy.revise(batch)
-    except Exception as error:
-        _check_fault(policy, name, error)
-        raise
+    samples = called(policy, "revise", batch)
     count = len(batch.samples)
     if not isinstance(samples, Sequence) or len(samples) != count:
         returned = f"{len(samples)} samples" if isinstance(samples, Sequence) else _shown(samples)
@@ -112,6 +121,30 @@ def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
         if draft.supervision is not None and sample.supervision is not None:
             _check_revision(name, draft.supervision, sample.supervision)
     return samples
+
+
+def observe(policy: Observer, report: IterationReport) -> None:
+    """Tell a policy of an iteration. Raise PluginError if it raises an exception by itself."""
+    called(policy, "observe", report)
+
+
+def state_of(policy: object) -> bytes | None:
+    """Return what a policy keeps, as JSON; None for one that does not observe.
+
+    Raise PluginError for what JSON would not give back as it is, such as a tensor, a tuple or a number as a key.
+    """
+    if not isinstance(policy, Observer):
+        return None
+    state = called(policy, "state_dict")
+    try:
+        kept = json.dumps(state, allow_nan=False)
+        if isinstance(state, dict) and json.loads(kept) == state:
+            return kept.encode()
+        why = " (without tuples, and with texts as keys)" if isinstance(state, dict) else ""
+    except (TypeError, ValueError) as error:
+        why = f" ({error})"
+    name = f"policy {type(policy).__name__}.state_dict"
+    raise PluginError(f"{name} returned {_shown(state)}; give plain JSON values, in a dict{why}")
 
 
 REVISED = {"pulls", "advantages", "policy_mask", "soft_targets", "entropy_bonus"}  # fields of `Supervision`
@@ -215,6 +248,15 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
                 return judgement
             stage.note_missing(f"verdict {judgement.verdict}")
     return judgement
+
+
+def called(policy: Any, method: str, *given: Any) -> Any:
+    """Return what a method that asks nobody returns. Raise PluginError if it raises an exception by itself."""
+    try:
+        return getattr(policy, method)(*given)
+    except Exception as error:
+        _check_fault(policy, f"policy {type(policy).__name__}.{method}", error)
+        raise
 
 
 def _check_fault(plugin: object, name: str, error: Exception) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -136,11 +137,6 @@ def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, ans
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
 
 
-def _placed(batch_size: int, iterations: int) -> Iterator[Prompt]:
-    for prompt in simulated_prompts():
-        yield msgspec.structs.replace(prompt, **place_in_run(prompt.ordinal, batch_size, iterations))
-
-
 @dataclass
 class Journal:
     """A listener that keeps finished iterations, evaluations, and the prompts that were given up."""
@@ -243,9 +239,11 @@ def make_run(
         "max_dead_share": 0.1,
         **changes,
     }
+    when = partial(place_in_run, batch_size=batch_size, iterations=numbers["iterations"])
+    placed = (msgspec.structs.replace(each, **when(each.ordinal)) for each in simulated_prompts())
     orchestrator = Orchestrator(
         OrchestratorSettings(**numbers),
-        prompts=_placed(numbers["batch_size"], numbers["iterations"]) if prompts is None else prompts,
+        prompts=placed if prompts is None else prompts,
         policy=policy,
         stages=stages,
         trainer=trainer,

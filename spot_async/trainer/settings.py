@@ -127,28 +127,18 @@ def schedule_words(training: TrainingConfig, iterations: int) -> str:
     return f"{warmup}{training.learning_rate:.2g} falling to 0 over {ends} iterations{cut}; {last:.2g} in the last"
 
 
-def seam_words(
-    before: TrainingConfig,
-    iterations_before: int,
-    now: TrainingConfig,
-    iterations: int,
-    step: int,
-    *,
-    tells_progress: bool = False,
-) -> str:
+def progress_words(iterations_before: int, iterations: int, step: int) -> str:
+    """Return what another number of iterations does to the progress that a policy may go by; empty if nothing."""
+    if iterations == iterations_before:
+        return ""
+    return f"progress after iteration {step}: {step / iterations:.2g} in place of {step / iterations_before:.2g}"
+
+
+def seam_words(before: TrainingConfig, iterations_before: int, now: TrainingConfig, iterations: int, step: int) -> str:
     """Return what another number of iterations after `step` does to the learning rate; empty if nothing.
 
     The cosine of a run that continues for more iterations is stretched, so its rate rises where it continues.
-    `tells_progress`: say too what becomes of `progress`, which the policy may go by.
     """
-    words = [_rate_words(before, iterations_before, now, iterations, step)]
-    if tells_progress and step < iterations != iterations_before:
-        shares = step / iterations_before, step / iterations
-        words.append(f"progress after iteration {step}: {shares[1]:.2g} in place of {shares[0]:.2g}")
-    return "; ".join(filter(None, words))
-
-
-def _rate_words(before: TrainingConfig, iterations_before: int, now: TrainingConfig, iterations: int, step: int) -> str:
     last = learning_rate(before, step - 1, iterations_before)
     following = learning_rate(before, step, iterations_before)
     rate = learning_rate(now, step, iterations)

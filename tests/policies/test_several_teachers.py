@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from spot_async.config import TrainingConfig
-from spot_async.loop.events import batch_means
+from spot_async.loop.events import mean_metrics
 from spot_async.policies.distill import DistillPolicy
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.kd import KdPolicy
@@ -120,7 +120,7 @@ async def test_a_routed_method_asks_one_and_an_imbalance_between_domains_is_said
         policy = make_policy(OpdPolicy, policy_context())  # as in a run with a route
         samples += await policy.supervise(of_domain(prompt, domain, teacher), given)
     assert all(each.supervision.pulls[0].weights is None for each in samples)
-    means, outcomes = batch_means(samples, ()), outcome_metrics(samples)
+    means, outcomes = mean_metrics(each.metrics for each in samples), outcome_metrics(samples)
     assert (means["rollout/algebra/accuracy"], means["rollout/python/accuracy"]) == (0.5, 0.25)
     assert accuracy_words(means) == "accuracy 37.5 %"
     assert domain_words(means) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from spot_async.base.tasks import both, gather, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.opd import OpdPolicy
-from spot_async.stages.plugin_contract import check_policy
+from spot_async.stages.plugin_contract import called, check_policy, state_of
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.testing.simulation import make_policy, policy_context, simulated_run
 from spot_async.trainer.feed_check import WrongSupervisionError
@@ -43,9 +44,36 @@ class Revises(Theirs):
         return self._revision(batch)
 
 
+class RevisesNotes(Revises):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        samples = await super().supervise(prompt, stages)
+        return [msgspec.structs.replace(each, notes={"kept": np.arange(3.0)}) for each in samples]
+
+
 class RevisesLater(Theirs):
     async def revise(self, batch: Any) -> Any:
         return batch.samples
+
+
+class Observes(Theirs):
+    """Is told of iterations, and keeps what `state` returns."""
+
+    def __init__(self, state: Callable[[], Any] = dict, observed: Callable[[Any], Any] = id) -> None:
+        super().__init__()
+        self.observe = observed
+        self.state_dict = state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError(f"phase in {state}")
+
+
+def divides(report: Any) -> None:
+    report.metrics["rollout/accuracy"] /= 0
+
+
+class ObservesLater(Observes):
+    async def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+        pass
 
 
 class AtOnce(Theirs):
@@ -169,6 +197,21 @@ def with_terms(sample: Any, **terms: Any) -> Any:
             None,
             "policy Revises.revise raised ValueError: sort array is read-only, at",
         ),
+        (
+            Observes(observed=divides),
+            None,
+            f"policy Observes.observe raised ZeroDivisionError: float division by zero, at {__file__}:",
+        ),
+        (
+            Theirs(lambda samples: [msgspec.structs.replace(each, notes={"kept": [1.0]}) for each in samples]),
+            None,
+            "policy Theirs.supervise: notes['kept'] is a list; give an array of int32, float32 or bool",
+        ),
+        (
+            RevisesNotes(lambda batch: batch.samples[0].notes["kept"].sort()),
+            None,
+            "policy RevisesNotes.revise raised ValueError: sort array is read-only, at",
+        ),
         (Raises(), None, f"policy Raises.supervise raised ZeroDivisionError: division by zero, at {__file__}:"),
         (Theirs(), RaisesToo(), f"verifier RaisesToo.verify raised KeyError: 'answer', at {__file__}:"),
         (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),
@@ -252,3 +295,38 @@ def test_a_policy_without_needs_or_supervise_is_refused_before_anything_starts()
         check_policy(SimpleNamespace(needs=PolicyNeeds()), "mine:P")
     with pytest.raises(ConfigError, match=r"RevisesLater\.revise is a coroutine; it asks no server: write it as `def`"):
         check_policy(RevisesLater(), "mine:RevisesLater")
+    with pytest.raises(ConfigError, match=r"ObservesLater\.load_state_dict is a coroutine; it asks no server: write"):
+        check_policy(ObservesLater(), "mine:ObservesLater")
+    forgets = Observes()
+    forgets.state_dict = None  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"Observes has `observe` and no `state_dict`: a run that goes on needs"):
+        check_policy(forgets, "mine:Observes")
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (torch_like := type("Tensor", (), {})(), r"returned a Tensor; give plain JSON values, in a dict \(.*Tensor"),
+        ({"mean": torch_like}, r"returned a dict; give plain JSON values, in a dict \(.* Tensor is not JSON"),
+        ({"mean": np.float32(0.5)}, "returned a dict; give plain JSON values.* float32 is not JSON"),
+        ({"mean": np.zeros(2)}, "returned a dict; give plain JSON values.* ndarray is not JSON"),
+        ({"mean": float("nan")}, "returned a dict; give plain JSON values.* float values are not JSON"),
+        ({"phases": (1, 2)}, r"returned a dict; .*, in a dict \(without tuples, and with texts as keys\)$"),
+        ({"by": {1: 0.5}}, r"returned a dict; .*, in a dict \(without tuples, and with texts as keys\)$"),
+        ([1, 2], "returned a list; give plain JSON values, in a dict$"),
+        (None, "returned None; give plain JSON values, in a dict$"),
+    ],
+)
+def test_a_state_that_json_would_not_give_back_is_refused_before_anything_starts(state: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=f"policy Observes.state_dict {said}"):
+        check_policy(Observes(lambda: state), "mine:Observes")
+
+
+def test_a_state_comes_back_as_it_was_and_what_a_policy_raises_of_it_names_its_line() -> None:
+    state = {"best": 0.1 + 0.2, "seen": [1, None, "\ud800"], "by": {"p1": 2**70, "": True}, "last": np.float64(0.1)}
+    kept = state_of(Observes(lambda: state))
+    assert kept is not None
+    assert json.loads(kept) == state
+    assert state_of(Theirs()) is None
+    with pytest.raises(PluginError, match=rf"policy Observes\.load_state_dict raised KeyError: .*, at {__file__}:"):
+        called(Observes(), "load_state_dict", json.loads(kept))

@@ -14,7 +14,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.batching import Layout, collate, input_length, mini_batches, update_shares
-from spot_async.trainer.settings import learning_rate, schedule_words, seam_words
+from spot_async.trainer.settings import learning_rate, progress_words, schedule_words, seam_words
 from spot_async.types import Supervision, VersionSpan, WeightVersion
 
 
@@ -128,10 +128,8 @@ def test_a_learning_rate_that_jumps_where_a_run_goes_on_is_said_with_both_values
 
 
 def test_that_progress_bends_is_said_where_a_policy_may_go_by_it() -> None:
-    six, twelve = (TrainingConfig(iterations=n, schedule="constant") for n in (6, 12))
-    said = seam_words(six, 6, twelve, 12, 3, tells_progress=True)
-    assert said == "progress after iteration 3: 0.25 in place of 0.5"
-    assert seam_words(six, 6, six, 6, 3, tells_progress=True) == ""
+    assert progress_words(6, 12, 3) == "progress after iteration 3: 0.25 in place of 0.5"
+    assert progress_words(6, 6, 3) == ""
 
 
 def test_warm_up_rises_to_the_full_rate_and_constant_keeps_it() -> None:
