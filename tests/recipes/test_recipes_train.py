@@ -157,7 +157,7 @@ def assert_telling(name: str, groups: list[Group]) -> None:
             assert {one.reward for one in ones} == {0.0, 1.0}
         case "dapo":
             assert {len({one.reward for one in group}) for group in groups} == {1, 2}
-        case "kdrl" | "paced" | "rlsd":
+        case "kdrl" | "opd_then_rl" | "paced" | "rlsd":
             assert any(len({one.reward for one in group}) > 1 for group in groups)
         case "gkd":
             assert set(shares) == {0.0, 1.0}
@@ -312,6 +312,12 @@ def taid(one: Response, group: Group) -> Tensor:
     return forward_kl(moved, one.student)
 
 
+def opd_then_rl(one: Response, group: Group) -> Tensor:
+    if one.sample["iteration"] == 1:
+        return one.policy(one.of(one.teacher) - one.old)
+    return one.policy(one.old * 0 + group_advantage(group, one))
+
+
 def guided_prefix(one: Response, group: Group) -> Tensor:
     continued = one.policy(one.of(one.teacher) - one.old)
     return torch.where(one.is_students, continued, forward_kl(one.teacher, one.student))
@@ -339,8 +345,10 @@ def run(
             made[name, iterations] = made_in = tmp_path_factory.mktemp(name)
             path = "data.train.path" if plain(name) == "sdft" else "data.train"
             groups = ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"]
-            own = [*(groups if name in ("kdrl", "paced", "rlsd") else []), *OWN.get(plain(name), [])]
+            in_groups = ("kdrl", "opd_then_rl", "paced", "rlsd")
+            own = [*(groups if name in in_groups else []), *OWN.get(plain(name), [])]
             kept = [f"run.directory={made_in}/run", f"{path}={data}", f"training.iterations={iterations}"]
+            own = [*own, "policy.enough=0"] if name == "opd_then_rl" else own  # after its first iteration
             spot_async.run(RECIPES / f"{name}.yaml", [*kept, *SMALL, *own])
         return made[name, iterations] / "run"
 
@@ -411,7 +419,9 @@ def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
     compare(name, lines(directory / "metrics.jsonl")[0], first, rows_of, models["student"])
 
 
-@pytest.mark.parametrize("name", ["tip", *(pytest.param(each, marks=pytest.mark.long) for each in REVISED)])
+@pytest.mark.parametrize(
+    "name", ["tip", "opd_then_rl", *(pytest.param(each, marks=pytest.mark.long) for each in REVISED)]
+)
 def test_what_revise_gives_old_samples_is_of_the_student_in_training(
     run: Callable[..., Path], rows_of: Callable[..., Response], name: str
 ) -> None:
