@@ -41,7 +41,7 @@ T = TypeVar("T")
 UNANSWERED_IN_A_ROW = 3
 
 
-Compute = Callable[..., Awaitable[Any]]  # calls a function with what follows it; `in_thread` in a run
+Compute = Callable[..., Awaitable[Any]]  # calls a function with what follows it; `computed` in a run
 
 
 async def at_once(function: Callable[..., T], *given: Any) -> T:

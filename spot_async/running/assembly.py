@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
-from spot_async.base.tasks import Opened, in_thread
+from spot_async.base.tasks import Opened
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -24,6 +25,7 @@ from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
+from spot_async.stages.plugin_contract import computed
 from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.types import Judgement, Problem, Verdict
@@ -144,7 +146,7 @@ def make_orchestrator(
             max_dead_share=config.run.max_dead_share,
             refill_at_most=config.training.refill_at_most if config.training.refill else None,
             teacher_lag=config.teacher_lag,
-            compute=in_thread,
+            compute=partial(computed, config.training.step_timeout_s),
         ),
         prompts=plan.schedule,
         policy=plan.policy,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.base.retry import VERIFY_ATTEMPTS
-from spot_async.base.tasks import error_words, leaves
+from spot_async.base.tasks import error_words, in_thread, in_time, leaves
 from spot_async.base.waiting_room import Priority
 from spot_async.base.wire import ARRAY_DTYPES
 from spot_async.errors import (
@@ -248,6 +249,28 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
                 return judgement
             stage.note_missing(f"verdict {judgement.verdict}")
     return judgement
+
+
+async def computed(timeout_s: float, hook: Callable[..., T], policy: object, *given: Any) -> T:
+    """Return what a hook of a policy returns, which runs beside the loop.
+
+    Raise PluginError if it takes longer than `timeout_s`. Nothing can end it then, and it does not keep the process.
+    """
+    done: Future[T] = Future()
+
+    def work() -> bool:
+        try:
+            done.set_result(hook(policy, *given))
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
+        return True
+
+    if not await in_thread(in_time, work, timeout_s):
+        name = f"policy {type(policy).__name__}.{hook.__name__}"
+        raise PluginError(
+            f"{name} took longer than training.step_timeout_s={timeout_s:g}: raise that, or do less"
+        )
+    return done.result()
 
 
 def called(policy: Any, method: str, *given: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ from spot_async.base import wire
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
+from spot_async.stages.plugin_contract import computed
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import SimulatedRun, policy_context, simulated_run
 from spot_async.types import TrainReport
@@ -105,6 +108,46 @@ def test_an_evaluation_is_told_at_the_same_iteration_however_long_it_took(max_st
 def test_one_that_only_listens_trains_the_same_to_the_byte() -> None:
     plain = run(OpdPolicy(OpdPolicy.Settings(), policy_context()))  # type: ignore[arg-type]
     assert wire.encode(run(Observes()).batches) == wire.encode(plain.batches)
+
+
+NEVER_ENDS = """
+import asyncio, time
+from functools import partial
+from spot_async.base.tasks import root_cause
+from spot_async.policies.opd import OpdPolicy
+from spot_async.stages.plugin_contract import computed
+from spot_async.testing.simulation import make_run, policy_context
+
+class Slow(OpdPolicy):
+    def {hook}(self, told):
+        time.sleep(1e6)
+    def state_dict(self):
+        return {{}}
+    def load_state_dict(self, state):
+        pass
+
+run = make_run(Slow(OpdPolicy.Settings(), policy_context()), batch_size=2, compute=partial(computed, 0.1))
+try:
+    asyncio.run(run.orchestrator.run())
+except ExceptionGroup as failures:
+    print(root_cause(failures))
+"""
+
+
+@pytest.mark.parametrize("hook", ["revise", "observe"])
+def test_a_hook_that_never_ends_ends_the_run_with_its_line_and_does_not_keep_the_process(hook: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", NEVER_ENDS.format(hook=hook)], capture_output=True, text=True)
+    said = f"policy Slow.{hook} took longer than training.step_timeout_s=0.1: raise that, or do less"
+    assert said in ended.stdout.splitlines(), ended.stderr
+
+
+async def test_what_a_hook_returns_or_raises_comes_back() -> None:
+    def halved(policy: object, value: int) -> float:
+        return value / 2 if value else 1 / value
+
+    assert await computed(60.0, halved, object(), 3) == 1.5
+    with pytest.raises(ZeroDivisionError):
+        await computed(60.0, halved, object(), 0)
 
 
 def test_it_is_told_of_an_iteration_that_made_no_step_too() -> None:
