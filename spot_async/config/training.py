@@ -179,7 +179,9 @@ class TrainingConfig(Section):
         description="how often in a run a trainer whose processes were lost (killed, out of memory) is started again, "
         "from the newest checkpoint; without checkpoints it is not",
     )
-    step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
+    step_timeout_s: PositiveFloat = Field(
+        1800.0, description="longest time of a training step, a `revise` or `observe`"
+    )
 
     def _check(self) -> None:
         if self.batch_size % self.mini_batch_size:

@@ -267,9 +267,7 @@ async def computed(timeout_s: float, hook: Callable[..., T], policy: object, *gi
 
     if not await in_thread(in_time, work, timeout_s):
         name = f"policy {type(policy).__name__}.{hook.__name__}"
-        raise PluginError(
-            f"{name} took longer than training.step_timeout_s={timeout_s:g}: raise that, or do less"
-        )
+        raise PluginError(f"{name} took longer than training.step_timeout_s={timeout_s:g}: raise that, or do less")
     return done.result()
 
 

@@ -212,7 +212,8 @@ class BoundStages:
         response = await self._requests.continued(
             request, read_ids, prefix, max_tokens=max_tokens, stop=stop, generate=generate
         )
-        if n < self._stages.samples_per_prompt and prompt_ids is max_tokens is None and not (len(prefix) or stop):
+        is_plain = prompt_ids is None and max_tokens is None and not len(prefix) + len(stop)
+        if is_plain and n < self._stages.samples_per_prompt:
             self._plain[n] = content(response.token_ids)
         # Its log pi_old are those behind another prompt.
         return response if np.array_equal(read_ids, own_ids) else foreign(response)
