@@ -192,6 +192,12 @@ class Prompt(PromptSource, frozen=True, kw_only=True):
         return [*self.problem.history, ChatTurn(role="user", content=message)]
 
 
+def place_in_run(ordinal: int, batch_size: int, iterations: int) -> dict[str, Any]:
+    """Return a prompt's `iteration` and `progress`. Those that replace others behind the last batch are of its own."""
+    iteration = min(ordinal // batch_size, iterations - 1)
+    return {"iteration": iteration, "progress": iteration / iterations}
+
+
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. `seed` alone decides its randomness, whatever runs beside it."""
 

@@ -31,7 +31,7 @@ from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig,
 from spot_async.data.template_trial import overdoes
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import ChatTurn, IntArray, Problem, Prompt, PromptSource
+from spot_async.types import ChatTurn, IntArray, Problem, Prompt, PromptSource, place_in_run
 
 DATE_WARNING = (
     "prompt.template_arguments: the chat template writes today's date, so prompts change from day to day: set its "
@@ -366,12 +366,6 @@ def render_all(
     if max_prompt_tokens is None:
         return rendered
     return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
-
-
-def place_in_run(ordinal: int, batch_size: int, iterations: int) -> dict[str, Any]:
-    """Return a prompt's `iteration` and `progress`. Those that replace others behind the last batch are of its own."""
-    iteration = min(ordinal // batch_size, iterations - 1)
-    return {"iteration": iteration, "progress": iteration / iterations}
 
 
 class PromptSchedule:

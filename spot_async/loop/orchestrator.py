@@ -304,7 +304,7 @@ class Orchestrator:
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
-            accuracy = [self._accuracy.pop(ordinal) for ordinal in ordinals]
+            accuracy = [self._accuracy.pop(ordinal, {}) for ordinal in ordinals]
             waits = self.waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
             times.wait_for_batch = self._phases.end(phase, ordinals, waits)

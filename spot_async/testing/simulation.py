@@ -26,7 +26,6 @@ import numpy as np
 
 from spot_async.base.events import Event
 from spot_async.config import SamplingConfig
-from spot_async.data.prompts import place_in_run
 from spot_async.errors import RequestError
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -66,6 +65,7 @@ from spot_async.types import (
     TokenScores,
     Verdict,
     WeightVersion,
+    place_in_run,
 )
 
 PROBLEMS = 32
