@@ -139,6 +139,24 @@ def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_
         check_capabilities(config, no_scores, served)
 
 
+def test_a_policy_is_told_what_the_run_trains_with_and_its_prompts_where_they_are(tmp_path, monkeypatch):
+    (tmp_path / "curious.py").write_text(
+        "from spot_async.policies.opd import OpdPolicy\n"
+        "class Curious(OpdPolicy):\n"
+        "    def __init__(self, settings, context):\n"
+        "        super().__init__(settings, context)\n"
+        "        self.context = context\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = plan_training(
+        quickstart(["policy={kind: 'curious:Curious'}", "max_staleness=2", "training.mini_batch_size=4"])
+    )
+    context = plan.policy.context
+    assert (context.training.mini_batch_size, context.max_staleness) == (4, 2)
+    later = next(islice(plan.schedule, context.training.batch_size, None))
+    assert (later.iteration, later.progress) == (1, 1 / plan.schedule.iterations)
+
+
 def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
     needs = plan_training(config).policy.needs
     truncated = msgspec.structs.replace(

@@ -19,6 +19,7 @@ from problem_files import FEW
 import spot_async
 from spot_async.run_directory.manifest import committed
 from spot_async.running.checkpoints import POLICY_FILE
+from spot_async.running.resuming import open_run
 
 POLICY = """
 import json, os, pathlib, signal
@@ -147,3 +148,13 @@ def test_a_run_killed_between_a_report_and_its_checkpoint_ends_with_the_same_wei
     figures = [json.loads(line)[2] for _, line in reports]
     assert [bool(each) for each in figures] == [iteration > 0 for iteration, _ in reports]
     assert len({json.dumps(each) for each in figures}) > 2
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_further_says_that_the_policys_progress_bends(whole: Path, place: Path) -> None:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.syspath_prepend(str(place))
+        open_run(whole, ["training.iterations=8"], said.append, weights=())
+    assert any(line.endswith("; progress after iteration 6: 0.75 in place of 1") for line in said), said

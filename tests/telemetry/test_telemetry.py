@@ -747,7 +747,7 @@ def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path,
     directory = RunDirectory(tmp_path)
     stages = SimpleNamespace(all=(), tokens_generated=0)
     log = RunLog(directory, stages, samples_every=every)
-    sample = Sample(supervision=None, metrics={}, record={"problem_id": "p"})
+    sample = Sample(supervision=None, metrics={"mine/kept": 0.5}, record={"problem_id": "p"})
     snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
     for iteration in (1, 2, 3, 4):
         report = TrainReport(snapshot=snapshot, metrics={"loss": 0.5})
@@ -758,6 +758,8 @@ def test_samples_are_written_as_often_as_configured_and_metrics_always(tmp_path,
         return [json.loads(line)["iteration"] for line in path.read_text().splitlines()] if path.exists() else []
 
     assert iterations("samples.jsonl") == written
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines() if written else []
+    assert all(json.loads(line)["metrics"] == {"mine/kept": 0.5} for line in lines)
     assert iterations("metrics.jsonl") == [1, 2, 3, 4]
 
 
