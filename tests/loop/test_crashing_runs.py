@@ -16,12 +16,15 @@ from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
 from spot_async.loop.resuming import StateSaver
+from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory import layout, manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.running import checkpoints
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.telemetry.run_log import SpendingLog
+from spot_async.terms import revised, weighted
+from spot_async.testing.simulation import policy_context
 
 SEEDS = range(300)
 
@@ -44,6 +47,41 @@ def test_responses_that_two_models_wrote_in_turns_are_trained_once_and_a_strict_
     found = [crashing_run(seed, TakesTurns, max_staleness=max_staleness) for seed in range(12)]
     resumed = [each.witness for each in found if len(each.lives) > 1]
     assert len(resumed) > 6
+    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
+
+
+class Remembers(OpdPolicy):
+    """Weighs its pulls by the lengths that it was told of."""
+
+    def __init__(self):
+        super().__init__(OpdPolicy.Settings(), policy_context())
+        self.seen = []
+
+    async def supervise(self, prompt, stages):
+        weight = 1 + sum(self.seen) % 1
+        samples = await super().supervise(prompt, stages)
+        return [revised(each, pulls=(weighted(each.supervision.pulls[0], weight),)) for each in samples]
+
+    def revise(self, batch):
+        assert len(self.seen) == batch.iteration
+        return batch.samples
+
+    def observe(self, report):
+        assert len(self.seen) == report.iteration
+        self.seen.append(report.metrics["rollout/tokens"] / 7)
+
+    def state_dict(self):
+        return {"seen": [*self.seen]}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_what_a_policy_was_told_goes_back_with_the_weights_and_decides_a_strict_runs_bits(max_staleness):
+    found = [crashing_run(seed, Remembers, max_staleness=max_staleness) for seed in range(40)]
+    resumed = [each.witness for each in found if len(each.lives) > 1]
+    assert len(resumed) > 20
     assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
 
 

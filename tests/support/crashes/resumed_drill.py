@@ -12,12 +12,14 @@ What must hold over all lives, besides what `faults.invariants` says of one:
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,8 +48,9 @@ from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger, PromptRow, batch_faults
 from spot_async.run_directory.manifest import Checkpoint
-from spot_async.running.checkpoints import RunCheckpoints, go_back
+from spot_async.running.checkpoints import POLICY_FILE, RunCheckpoints, go_back
 from spot_async.spending.account import Account, Spending
+from spot_async.stages.plugin_contract import called, state_of
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.run_log import RunLog, SpendingLog
 from spot_async.testing.simulation import SimulatedRun
@@ -179,6 +182,8 @@ class ResumedDrill(Drill):
                 refills=self.refill_at_most is not None,
                 teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             )
+            if state_of(policy := self._arguments[1]) is not None:
+                called(policy, "load_state_dict", json.loads((checkpoint.directory / POLICY_FILE).read_text()))
             self._spending.go_on()
             self._check_bill()
             self._check_reuse(all_kept=not witness.damaged and not witness.has_lost_power)
@@ -209,6 +214,7 @@ class ResumedDrill(Drill):
             beginning=self._beginning,
             ledger=self._ledger,
             expected_bytes=0,
+            policy_state=partial(state_of, self._arguments[1]),
         )
         checkpoints.witness = self._witness
         return {"ledger": self._ledger, "checkpoints": checkpoints, "resumption": self._resumption}
