@@ -107,7 +107,10 @@ def revise(policy: Reviser, batch: LiveBatch) -> Sequence[Sample]:
     Raise PluginError if it returns others, changes more than their terms, or raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.revise"
-    drafts = (*(sample.supervision for sample in batch.samples), *(tuple(sample.notes.values()) for sample in batch.samples))
+    drafts = (
+        *(sample.supervision for sample in batch.samples),
+        *(tuple(sample.notes.values()) for sample in batch.samples),
+    )
     for each in arrays((*drafts, *batch.live)):
         each.setflags(write=False)  # the ledger has the drafts, which a resumed run revises again
     samples = called(policy, "revise", batch)

@@ -13,7 +13,6 @@ from spot_async.checks.plan import plan_training, plan_warnings
 from spot_async.config.loading import config_from
 from spot_async.errors import SpotError
 
-
 REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
 
 
@@ -53,7 +52,7 @@ def refusal(given: dict[str, Any]) -> str:
         ("joined", {"tokenizer": "student"}, "different vocabularies .*; set teacher.tokenizer=own if it is to read"),
         ("joined", {"policy": "eopd"}, "teacher.tokenizer=own: policy eopd asks for its distribution .*: use opd"),
         ("joined", {"policy": "spot"}, "teacher.tokenizer=own: policy spot asks for its distribution"),
-        ("joined", {"policy": {"kind": "distill", "divergence": "reverse_kl"}}, "teacher.tokenizer=own: policy distill asks for its"),
+        ("joined", {"policy": {"kind": "distill", "divergence": "reverse_kl"}}, "policy distill asks for its"),
         ("joined", {"policy": {"kind": "kd", "forward_kl_weight": 0}}, "policy kd lets it write .*served_model"),
         ("joined", {"follows": {"every": 1}}, "tokenizer=own beside follows: the student has its own tokenizer"),
         ("joined", {"served_by": "student"}, "tokenizer=own beside served_by=student: the student has its own"),
