@@ -74,6 +74,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         teacher_name(role) or "": TeacherService(
             server=SimulatedTeacher(**_short(files), name=role),
             vocabulary=files.vocabulary,
+            own_tokens=plan.own_tokens.get(role),
             render_turns=plan.teacher_renderers[role].turn_ids,
             weight=config.teachers_by_role[role].weight,
         )

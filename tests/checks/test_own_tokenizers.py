@@ -12,6 +12,7 @@ from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
 from spot_async.checks.plan import plan_training, plan_warnings
 from spot_async.config.loading import config_from
 from spot_async.errors import SpotError
+from spot_async.running.rehearsal import rehearse
 
 REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
 
@@ -100,6 +101,38 @@ def test_the_student_reads_its_own_template_and_the_teacher_the_same_text_in_its
     assert plan.stop_token_ids == plan.student.vocabulary.end_token_ids
     assert plan.common.limit is None
     assert plan.policy_model is plan.student
+
+
+POLICY = """
+import spot_async as spot
+
+class Asking:
+    class Settings(spot.PluginSettings):
+        top_k: int = 0
+
+    def __init__(self, settings, context):
+        self.top_k, self.needs = settings.top_k, spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, outcomes=False)
+
+    async def supervise(self, prompt, stages):
+        rollout = await stages.rollout()
+        scores = await stages.score(rollout.token_ids, top_k=self.top_k)
+        assert scores.chunks is not None
+        supervision = spot.on_policy(prompt, rollout, pulls=(spot.pull(scores),))
+        return [spot.Sample(supervision=supervision, metrics={}, record={})]
+"""
+
+
+def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch):
+    (tmp_path / "asking_policy.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for top_k, fault in ((0, None), (4, "asks for the teacher's top-4, and it reads in tokens of its own")):
+        config = config_from(tree(models, "joined", policy={"kind": "asking_policy:Asking", "top_k": top_k}))
+        plan = plan_training(config, starts=False)
+        if fault is None:
+            assert rehearse(config, plan) == []
+        else:
+            with pytest.raises(SpotError, match=fault):
+                rehearse(config, plan)
 
 
 def test_the_key_beside_equal_tokenizers_is_a_warning(models):
