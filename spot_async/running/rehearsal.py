@@ -29,7 +29,7 @@ from spot_async.terms import policy_tokens
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
-from spot_async.types import LiveBatch, Sample
+from spot_async.types import IterationReport, LiveBatch, Sample
 
 BATCHES, BATCH_SIZE = 2, 4
 PROMPTS = 4 * BATCHES * BATCH_SIZE  # with those in place of prompts that are given up
@@ -131,9 +131,11 @@ def _frozen(policy: Policy, run: SimulatedRun) -> list[str]:
     ]
 
 
-async def _revised_twice(revise: Callable[..., Sequence[Sample]], policy: Policy, batch: LiveBatch) -> Sequence[Sample]:
+async def _revised_twice(call: Callable[..., Any], policy: Policy, told: LiveBatch | IterationReport) -> Any:
     """Return what `revise` gives, which must be the same when it is asked once more, as after a resume."""
-    both = [revise(policy, batch) for _ in range(2)]
+    if isinstance(told, IterationReport):  # for `observe`
+        return call(policy, told)
+    batch, both = told, [call(policy, told) for _ in range(2)]
     _check_bytes(policy, [*batch.samples, *both[0]])
     terms = [[each.tobytes() for each in arrays(tuple(sample.supervision for sample in given))] for given in both]
     if terms[0] != terms[1]:

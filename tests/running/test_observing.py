@@ -54,9 +54,14 @@ class Switches:
 
     def revise(self, batch):
         assert len(self.seen) == batch.iteration, "there are as many reports as iterations before"
+        if batch.iteration == 3:
+            strike("look")
         is_odd = sum(self.seen) % 2
         dropped = {"pulls": ()} if is_odd else {"advantages": None}
-        return [spot.revised(each, {"switches/is_odd": float(is_odd)}, **dropped) for each in batch.samples]
+        revised = [spot.revised(each, {"switches/is_odd": float(is_odd)}, **dropped) for each in batch.samples]
+        if batch.iteration == 3:
+            strike("revise")
+        return revised
 
     def observe(self, report):
         self.seen.append(round(self.batch_size * report.metrics["rollout/accuracy"]))
@@ -121,8 +126,8 @@ def state(run: Path) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["observe", "state_dict", "trainer"])
-def test_a_run_killed_between_a_report_and_its_checkpoint_ends_with_the_same_weights_and_state(
+@pytest.mark.parametrize("moment", ["look", "revise", "observe", "state_dict", "trainer"])
+def test_a_run_killed_between_a_look_and_its_checkpoint_ends_with_the_same_weights_and_state(
     place: Path, whole: Path, tmp_path: Path, moment: str
 ) -> None:
     run = tmp_path / "run"
@@ -143,7 +148,8 @@ def test_a_run_killed_between_a_report_and_its_checkpoint_ends_with_the_same_wei
     assert len(state(run)["seen"]) == 6
     assert weights(run) == weights(whole)
     reports, undisturbed = told(tmp_path / "told"), dict(told(place / "whole.told"))
-    assert [iteration for iteration, _ in reports] == [0, 1, 2, 3, 2, 3, 4, 5]
+    before = [0, 1, 2] if moment in ("look", "revise") else [0, 1, 2, 3]
+    assert [iteration for iteration, _ in reports] == [*before, 2, 3, 4, 5]
     assert all(line == undisturbed[iteration] for iteration, line in reports)
     figures = [json.loads(line)[2] for _, line in reports]
     assert [bool(each) for each in figures] == [iteration > 0 for iteration, _ in reports]

@@ -148,7 +148,7 @@ def test_a_real_runs_first_batch_has_the_loss_and_gradient_of_the_run_and_of_the
     spot_async.run(RECIPES / "vopd.yaml", [*given, *small])
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
 
-    (batch,), model = seen, AutoModelForCausalLM.from_pretrained(EXAMPLE / "student")
+    (*_, batch), model = seen, AutoModelForCausalLM.from_pretrained(EXAMPLE / "student")
     training = TrainingConfig(iterations=1).under_staleness(1)
     drafted = loss_of(batch.samples, model, training=training)
     for own, said in zip(drafted.live, batch.live, strict=True):
