@@ -82,6 +82,7 @@ class Switches:
 KEYS = (
     FEW,
     "policy={kind: 'switches:Switches'}",
+    "run.rehearsal=false",  # it writes down what it is told
     "training.iterations=6",
     "training.checkpoint_every=2",
     "training.batch_size=8",
