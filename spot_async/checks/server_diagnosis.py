@@ -83,7 +83,7 @@ class ServerDiagnosis:
             end_token_scores=self.config.stages.score.end_token,
             end_tokens_as_students=files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
             chat_template_as_students=chat_template(files) == chat_template(student),
-            chat_template_used=self.config.prompt.template == self.role,
+            chat_template_used=self.config.prompt.template == self.role and self.role not in self.plan.own_tokens,
         )
 
     async def ask(self, probes: Iterator[Probe]) -> None:
