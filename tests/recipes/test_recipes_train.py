@@ -54,6 +54,7 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "cal_opd": [f"policy.top_k={WHOLE}"],
     "paced": [f"policy.top_k={WHOLE}"],
     "taid": [f"policy.top_k={WHOLE}"],
+    "veto": [f"policy.top_k={WHOLE}"],
     "vopd": [f"policy.top_k={WHOLE}"],
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
@@ -66,7 +67,7 @@ SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
 # Their lines are those of kdrl, opsd, exopd and tip, weighted or clipped, and of forward_kl_tail and gkd turned.
 ALIKE = ("cal_opd", "paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd", "ta_opd")
 # What they compute of the student is of the one in training. That of TIP is compared in the others, these are long.
-REVISED = ("cal_opd", "paced", "reopold", "rethinking_opd", "rlsd", "scope", "ta_opd", "taid", "tropd", "vopd")
+REVISED = ("cal_opd", "paced", "reopold", "rethinking_opd", "rlsd", "scope", "ta_opd", "taid", "tropd", "veto", "vopd")
 # Their four iterations are trained in the long tests, and their lines are compared in the others.
 ALONE = {*NAMES} - {*SHOWN, *ALIKE}
 
@@ -310,6 +311,10 @@ def taid(one: Response, group: Group) -> Tensor:
     t = 0.4 + 0.6 * one.progress
     moved = ((1 - t) * one.student.detach() + t * one.teacher).log_softmax(-1)
     return forward_kl(moved, one.student)
+
+
+def veto(one: Response, group: Group) -> Tensor:
+    return forward_kl((0.5 * one.teacher + 0.5 * one.student.detach()).log_softmax(-1), one.student)
 
 
 def opd_then_rl(one: Response, group: Group) -> Tensor:
