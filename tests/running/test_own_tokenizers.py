@@ -135,10 +135,8 @@ async def test_advantages_are_nearly_those_of_a_teacher_with_the_students_tokens
         found.append(advantages(said, student, tokenizer.convert_ids_to_tokens(ids)))
         right.append(np.where(np.isnan(said), 0, dense - student))
     assert np.corrcoef(np.concatenate(found), np.concatenate(right))[0, 1] > 0.9
-    before, after = (
-        json.loads((run / f"evaluation-{when}.json").read_text())["macro"]["avg"]["value"]
-        for when in ("before", "after")
-    )
+    figures = [json.loads((run / f"evaluation-{when}.json").read_text())["macro"] for when in ("before", "after")]
+    before, after = (each["avg"]["value"] for each in figures)
     assert after > before + 0.05
 
 
