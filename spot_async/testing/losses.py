@@ -48,8 +48,7 @@ def loss_of(
     """Return the loss of samples that are one update of a causal model in float32, whose gradients are cleared.
 
     Those without supervision are left out. `temperature` is that of the rollouts. Unless `training.behavior` is
-    `recomputed`, log pi_old is what the samples say. Raises `TrainerError` for arrays that do not fit
-    together; the rehearsal looks at numbers too.
+    `recomputed`, log pi_old is what the samples say. Raises `TrainerError` for arrays that do not fit together.
     """
     from spot_async.trainer.accumulator import Accumulator
     from spot_async.trainer.batching import Layout, check_sample, told, update_shares
