@@ -160,7 +160,11 @@ class EndTokens:
 
 
 class SameTokens:
-    """Reads the responses of a student that has the same tokens, except for their ends and rows of its own."""
+    """Reads the responses of a student that has the same tokens, except for their ends and rows of its own.
+
+    `OwnTokens` has the same methods for a teacher with another tokenizer. What the teacher says becomes what it says of
+    the student's tokens (`scores`, `positions`, `written`), and what it is asked becomes its own (the others).
+    """
 
     def __init__(self, ends: EndTokens, common: CommonVocabulary, role: str = "teacher") -> None:
         self._ends, self._common, self._role = ends, common, role
@@ -173,6 +177,7 @@ class SameTokens:
         return Reading(ids, chunks, chunks, self._ends.summed_with_last(response_ids))
 
     def wider(self, said: TokenScores, top_k: int, widest: int | None) -> int | None:
+        """Return the top-k to ask for instead of `top_k`, if the student has too few of those that were served."""
         return self._common.wider(self._in_ours(said), top_k, widest, self._role)
 
     def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from spot_async.errors import ContractError, PermanentError
 from spot_async.models.chunks import Reading
-from spot_async.models.common_vocabulary import with_summed_last
+from spot_async.models.common_vocabulary import SameTokens, with_summed_last
+from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.responses import foreign
 from spot_async.protocols import CandidateScorer, PositionScorer, Scorer
 from spot_async.stages.requests import PromptRequests, given, identity
@@ -45,36 +46,6 @@ class TeacherCandidates(msgspec.Struct, frozen=True):
 Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates, Generation)
 
 
-class Reader(Protocol):
-    """What a student's tokens are to a teacher, and the teacher's to the student (`SameTokens`, `OwnTokens`)."""
-
-    def read(self, response_ids: IntArray, most_tokens: int | None = None) -> Reading:
-        """Return a response (T,) as the teacher reads it, in `most_tokens` tokens at most."""
-        ...
-
-    def wider(self, said: TokenScores, top_k: int, widest: int | None) -> int | None:
-        """Return the top-k to ask for instead of `top_k`, if the student has too few of those that were served."""
-        ...
-
-    def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
-        """Return what the teacher said of the tokens that it read (M,) as scores of the student's (T,)."""
-        ...
-
-    def positions(self, said: ScoredPositions) -> ScoredPositions: ...
-
-    def candidates(self, token_ids: IntArray) -> IntArray:
-        """Return tokens of the student for the teacher to be asked about. Raises ContractError if it has none such."""
-        ...
-
-    def prefix(self, token_ids: IntArray) -> IntArray: ...
-
-    def stop(self, token_ids: IntArray) -> IntArray: ...
-
-    def written(self, token_ids: IntArray) -> IntArray:
-        """Return what the teacher wrote in the student's tokens."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TeacherStages:
     """One teacher of a run, and what is asked of it for all prompts."""
@@ -86,7 +57,7 @@ class TeacherStages:
     is_base: bool  # of the student's servers, which are asked for it (`BaseScorer`)
     needs: PolicyNeeds
     capabilities: Capabilities | None  # None: it offers everything
-    reader: Reader
+    reader: SameTokens | OwnTokens
     score: Stage[Any]
     response: Stage[Any]
 
