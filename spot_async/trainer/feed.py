@@ -21,9 +21,7 @@ from spot_async.trainer.messages import (
     Answer,
     Batch,
     Failure,
-    Look,
     Looked,
-    LookShare,
     Order,
     Published,
     Ready,
@@ -37,7 +35,7 @@ from spot_async.trainer.messages import (
 from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
 from spot_async.types import Live, TrainReport, WeightFile
 
-Divide = Callable[[Batch | Look], Sequence[Share | LookShare]]  # returns each rank's share of a batch
+Divide = Callable[[Batch], Sequence[Share]]  # returns each rank's share of a batch
 
 
 class BatchFeed:
@@ -69,7 +67,7 @@ class BatchFeed:
         wait_for_all(self._group)
         self._say(Ready(self._due, cpu))
 
-    def next(self, divide: Divide) -> Share | LookShare | Save:
+    def next(self, divide: Divide) -> Share | Save:
         """Wait for what this rank is to do next. `divide` is called on rank 0 alone.
 
         Raises `TrainerError` on all ranks for a batch or step that is not due, or that cannot be divided.
@@ -88,11 +86,11 @@ class BatchFeed:
         """Return what each rank is to do about a request."""
         try:
             match request:
-                case Batch(iteration) | Look(iteration) if iteration != self._due:
+                case Batch(iteration) if iteration != self._due:
                     raise TrainerError(
                         f"the trainer was given iteration {iteration + 1}, but iteration {self._due + 1} is due"
                     )
-                case Batch() | Look():
+                case Batch():
                     return divide(request)
                 case Save(step) if step != self._due:
                     raise TrainerError(f"the trainer was asked to save step {step}, but is at step {self._due}")
@@ -106,7 +104,7 @@ class BatchFeed:
         while True:
             request: Request = wire.decode(socket.recv(), cast(Any, Request))
             last = self._last
-            if not isinstance(request, Batch) or last is None or request.iteration != last.iteration:
+            if not isinstance(request, Batch) or request.is_look or last is None or request.iteration != last.iteration:
                 return request
             self._say(last)
 

@@ -25,7 +25,6 @@ from spot_async.trainer.messages import (
     Answer,
     Batch,
     Failure,
-    Look,
     Looked,
     Published,
     Ready,
@@ -98,7 +97,7 @@ class TrainerProcess(Opened):
 
     async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
         """Return what the student says of samples that the next batch is made of. Raises `TrainerError` as `train`."""
-        conversation = self._ask(Look(iteration, tuple(batch)), Looked)
+        conversation = self._ask(Batch(iteration, tuple(batch), is_look=True), Looked)
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not looked at")).live
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
@@ -151,7 +150,7 @@ class TrainerProcess(Opened):
             if isinstance(answer, Ready | Failure):
                 return answer
 
-    async def _ask(self, batch: Batch | Look, kind: type[Reply]) -> Reply | Failure:
+    async def _ask(self, batch: Batch, kind: type[Reply]) -> Reply | Failure:
         """Send the batch, once, and wait for the outcome. Answers to other iterations are dropped."""
         await self._socket.send(wire.encode(batch))
         while True:

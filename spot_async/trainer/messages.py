@@ -5,11 +5,9 @@ The former go through a Unix socket with one peer at each end, which loses nothi
 (`base/wire.py`); nothing is pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
-    orchestrator -> rank 0   Look           say what the student says of this, which the next batch is made of
-    rank 0 -> each rank      LookShare      the same of this part
-    rank 0 -> orchestrator   Looked         what it says
-    orchestrator -> rank 0   Batch          train this
-    rank 0 -> each rank      Share          train this part of the batch
+    orchestrator -> rank 0   Batch          train this, or only say what the student says of it: a look
+    rank 0 -> each rank      Share          the same of this part of the batch
+    rank 0 -> orchestrator   Looked         what the student says
     rank 0 -> orchestrator   Trained        the step is made
     rank 0 -> orchestrator   Published      its weights are on disk, or could not be written; before or after `Trained`
     orchestrator -> rank 0   Save           begin to save a checkpoint of the state between two batches
@@ -37,6 +35,7 @@ STORE_PORT_VARIABLE = "SPOT_ASYNC_STORE_PORT"  # of loopback, where this node's 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
     iteration: int
     samples: tuple[Supervision, ...]
+    is_look: bool = False  # the next batch is made of it
 
 
 class UpdateShare(msgspec.Struct, frozen=True):
@@ -59,18 +58,7 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
 
     iteration: int
     updates: tuple[UpdateShare, ...]
-
-
-class Look(msgspec.Struct, frozen=True, tag="look"):
-    iteration: int
-    samples: tuple[Supervision, ...]
-
-
-class LookShare(msgspec.Struct, frozen=True, tag="look share"):
-    """One rank's part of a look."""
-
-    iteration: int
-    update: UpdateShare  # all of the batch, as if it were one
+    is_look: bool = False  # all of the batch is one update
 
 
 class Looked(msgspec.Struct, frozen=True, tag="looked"):
@@ -111,8 +99,8 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Request: TypeAlias = Batch | Look | Save
-Order: TypeAlias = Share | LookShare | Save | Failure
+Request: TypeAlias = Batch | Save
+Order: TypeAlias = Share | Save | Failure
 Answer: TypeAlias = Ready | Looked | Trained | Failure
 
 

@@ -28,7 +28,7 @@ from spot_async.trainer.following import FollowingTeachers
 from spot_async.trainer.loading import decoder_layers, new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import LossParts
-from spot_async.trainer.messages import Batch, Look, LookShare, Save, Share, UpdateShare
+from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
 from spot_async.trainer.model import ResponseLogprobs, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
@@ -53,11 +53,12 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
     try:
         while True:
             match feed.next(trainer.divide):
+                case Share(is_look=True) as share:
+                    (update,) = share.updates
+                    trainer.keep(feed.looked(share.iteration, trainer.losses.look(update)))
                 case Share() as share:
                     published = partial(feed.published, share.iteration + 1)
                     feed.trained(share.iteration, trainer.train_share(share, published))
-                case LookShare() as share:
-                    trainer.keep(feed.looked(share.iteration, trainer.losses.look(share.update)))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -140,19 +141,20 @@ class StudentTrainer:
 
     def train(self, batch: Batch) -> TrainReport:
         """Train one iteration on a batch that every rank has. See `train_share`."""
-        share = self.divide(batch)[self._strategy.rank]
-        assert isinstance(share, Share)
-        return self.train_share(share, published=lambda files, reason: None)
+        return self.train_share(self.divide(batch)[self._strategy.rank], published=lambda files, reason: None)
 
-    def divide(self, batch: Batch | Look) -> Sequence[Share | LookShare]:
+    def divide(self, batch: Batch) -> Sequence[Share]:
         """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
         vocab_size = self.model.config.get_text_config().vocab_size
         for sample in batch.samples:
             check_sample(sample, vocab_size=vocab_size, needs_reference=self._training.reference_kl > 0)
         inputs, ranks = [*map(input_of, batch.samples)], self._strategy.ranks
-        if isinstance(batch, Look):
+        if batch.is_look:
             self._looked_at = inputs
-            return [LookShare(batch.iteration, each) for each in update_shares(batch.samples, ranks, self._layout)]
+            return [
+                Share(batch.iteration, (each,), is_look=True)
+                for each in update_shares(batch.samples, ranks, self._layout)
+            ]
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
         old, self._old_logprobs = self._old_logprobs, {}
         known = old if old.keys() >= {*inputs} else None

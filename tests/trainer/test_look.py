@@ -29,7 +29,7 @@ from spot_async.trainer import model as trainer_model
 from spot_async.trainer.batching import collate, told
 from spot_async.trainer.divergence import Cells
 from spot_async.trainer.feed_check import check_arrays
-from spot_async.trainer.messages import Batch, Look, LookShare, Share, UpdateShare
+from spot_async.trainer.messages import Batch, Share, UpdateShare
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Divergence, Live, LiveRows, Pull, SoftTargets, Supervision
 
@@ -37,9 +37,8 @@ TEMPERATURE = 0.8
 
 
 def looked(trainer: StudentTrainer, batch: list[Supervision]) -> list[Live]:
-    (share,) = trainer.divide(Look(0, tuple(batch)))
-    assert isinstance(share, LookShare)
-    found = trainer.losses.look(wire.decode(wire.encode(share), LookShare).update)
+    (share,) = trainer.divide(Batch(0, tuple(batch), is_look=True))
+    found = trainer.losses.look(wire.decode(wire.encode(share), Share).updates[0])
     return [told(found[place]) for place in range(len(batch))]
 
 
@@ -116,11 +115,9 @@ def test_the_next_batch_takes_log_pi_old_from_a_look_where_it_would_recompute_it
 
     def updates(*looked_at: Supervision) -> tuple[UpdateShare, ...]:
         if looked_at:
-            (share,) = trainer.divide(Look(0, looked_at))
-            assert isinstance(share, LookShare)
-            trainer.keep(trainer.losses.look(share.update))
+            (share,) = trainer.divide(Batch(0, looked_at, is_look=True))
+            trainer.keep(trainer.losses.look(share.updates[0]))
         (share,) = trainer.divide(asked)
-        assert isinstance(share, Share)
         return share.updates
 
     def have_it(shares: tuple[UpdateShare, ...]) -> list[bool]:
@@ -156,9 +153,8 @@ def test_later_updates_make_no_pass_of_their_own_for_what_a_look_found(
 
     trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
     computed, trainer.losses.response_logprobs = trainer.losses.response_logprobs, counted
-    (share,) = trainer.divide(Look(0, tuple(mixed_batch())))
-    assert isinstance(share, LookShare)
-    trainer.keep(trainer.losses.look(share.update))
+    (share,) = trainer.divide(Batch(0, tuple(mixed_batch()), is_look=True))
+    trainer.keep(trainer.losses.look(share.updates[0]))
     trainer.train(Batch(0, tuple(mixed_batch())))
     assert passes == 1 + 4
     trainer.train(Batch(1, tuple(mixed_batch())))

@@ -37,7 +37,7 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.totals import performance_words, run_performance
 from spot_async.tools.inspect.report import read_report
 from spot_async.trainer import metrics
-from spot_async.trainer.messages import Batch, Look, LookShare, Trained, UpdateShare
+from spot_async.trainer.messages import Batch, Trained, UpdateShare
 from spot_async.trainer.metrics import Meters
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
@@ -132,9 +132,8 @@ def test_the_count_is_that_of_the_products_that_the_trainer_makes(
     trainer.model.set_attn_implementation("eager")  # whose products torch's counter knows
     sample, as_long = supervision(1, 12), supervision(6, 12)
     if looks:
-        (share,) = trainer.divide(Look(0, (sample, as_long)))
-        assert isinstance(share, LookShare)
-        trainer.keep(trainer.losses.look(share.update))
+        (share,) = trainer.divide(Batch(0, (sample, as_long), is_look=True))
+        trainer.keep(trainer.losses.look(share.updates[0]))
     with FlopCounterMode(display=False, depth=1) as counter:
         report = trainer.train(Batch(0, (sample, as_long)))
     counts = counter.get_flop_counts()

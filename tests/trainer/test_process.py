@@ -32,7 +32,7 @@ from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.batching import told
 from spot_async.trainer.groups import Ranks
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.trainer.messages import Batch, Look, LookShare
+from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
@@ -282,9 +282,8 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
     alone = make_trainer(student, tmp_path / "one", **SHORT)
     for iteration, two in enumerate(reports):
         if iteration == 1:  # they look at a batch as one rank does
-            (share,) = alone.divide(Look(1, tuple(unequal_batch(1))))
-            assert isinstance(share, LookShare)
-            for place, said in alone.losses.look(share.update).items():
+            (share,) = alone.divide(Batch(1, tuple(unequal_batch(1)), is_look=True))
+            for place, said in alone.losses.look(share.updates[0]).items():
                 for one_says, two_say in zip(arrays(told(said)), arrays(live[place]), strict=True):
                     np.testing.assert_allclose(two_say, one_says, rtol=0, atol=2e-5)
         one = alone.train(Batch(iteration, tuple(unequal_batch(iteration))))
