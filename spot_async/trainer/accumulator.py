@@ -50,10 +50,10 @@ class Accumulator:
         The ranks do it together, with one pass over the batch. Only a step or a publish shards all weights again.
         """
         found: dict[int, Live] = {}
-        for places, samples in zip(update.passes, update.micro_batches, strict=True):
-            batch = replace(collate(samples, is_packed=self.layout.is_packed), wants_entropies=True, sums_tails=True)
-            said = self.response_logprobs(batch.to(self.device))
-            found |= zip(places, live_of(samples, batch, *said), strict=True)
+        for places in update.passes:
+            batch = replace(self.micro_batch(update, places, False), wants_entropies=True, sums_tails=True)
+            said = self.response_logprobs(batch)
+            found |= zip(places, live_of([update.samples[place] for place in places], batch, *said), strict=True)
         return found
 
     def passes(self, updates: Sequence[UpdateShare], *, first: int = 0) -> list[list[MicroBatch]]:

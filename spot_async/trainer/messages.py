@@ -48,10 +48,6 @@ class UpdateShare(msgspec.Struct, frozen=True):
     # (T,) log pi_old of these, from a look. All ranks have it or none, or those that recompute wait for the others.
     old_logprobs: dict[int, FloatArray] | None = None
 
-    @property
-    def micro_batches(self) -> list[list[Supervision]]:
-        return [[self.samples[i] for i in each] for each in self.passes]
-
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
     """One rank's part of a batch."""

@@ -64,7 +64,7 @@ def test_every_sample_is_trained_exactly_once(
             assert max(map(len, shares)) - min(map(len, shares)) <= 2
         sent = update_shares(update, ranks, layout)
         assert all(sorted(share.samples) == sorted(itertools.chain(*share.passes)) for share in sent)
-        groups = [share.micro_batches for share in sent]
+        groups = [[[share.samples[place] for place in each] for each in share.passes] for share in sent]
         assert len(set(map(len, groups))) == 1  # ranks wait for each other in every pass
         assert any(all(own) for own in groups)
         for group in itertools.chain(*groups):
