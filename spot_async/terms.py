@@ -199,9 +199,7 @@ def _mask(where: BoolArray, tokens: int) -> BoolArray:
 
 def policy_tokens(sample: Supervision) -> BoolArray:
     """Return where (T,) a student sampled a token that may have a policy term."""
-    found = np.full(len(sample.response_ids), sample.version is not None)
-    for span in sample.version_spans:
-        found[span.start : span.end] = span.version is not None
+    found = sampled_tokens(sample)
     return found if sample.policy_mask is None else found & sample.policy_mask
 
 

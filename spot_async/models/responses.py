@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from spot_async.types import BoolArray, Generation, IntArray, VersionSpan, WeightVersion
+from spot_async.types import BoolArray, Generation, IntArray, Supervision, VersionSpan, WeightVersion
 
 
 def foreign(response: Generation) -> Generation:
@@ -22,9 +22,9 @@ def oldest_version(response: Generation) -> WeightVersion | None:
     return min((span.version for span in response.version_spans if span.version is not None), default=None)
 
 
-def sampled_tokens(response: Generation) -> BoolArray:
-    """Return (T,) true where a student sampled the token, so that it has a log pi_old."""
-    sampled = np.ones(len(response.token_ids), np.bool_)
+def sampled_tokens(response: Generation | Supervision) -> BoolArray:
+    """Return (T,) true where a student sampled the token, so that it has a log pi_old; also if nobody says who did."""
+    sampled = np.ones(len(response.token_ids if isinstance(response, Generation) else response.response_ids), np.bool_)
     for span in response.version_spans:
         sampled[span.start : span.end] = span.version is not None
     return sampled

@@ -266,7 +266,7 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
     input_lengths = tuple(map(len, inputs))
     longest = max(input_lengths)
     starts = np.cumsum([0, *input_lengths]) if is_packed else longest * np.arange(len(inputs))
-    known = [_policy_mask(s) for s in samples]
+    known = [policy_tokens(s) if s.has_policy_term else None for s in samples]
     lengths = [len(s.response_ids) for s in samples]
     width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
@@ -331,13 +331,6 @@ def _steps(sample: Supervision) -> Int64Array:
     for span in sampled_spans(sample):
         steps[span.start : span.end] = span.version.step
     return steps
-
-
-def _policy_mask(sample: Supervision) -> BoolArray | None:
-    """Return (T,) true where the sample has an advantage; None without a policy term."""
-    if not sample.has_policy_term:
-        return None
-    return np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
 
 
 def _where(mask: BoolArray | None, values: FloatArray | None) -> FloatArray | None:
