@@ -173,11 +173,6 @@ class IterationFinished(RunEvent, frozen=True):
         """The mean of each metric over the samples that have it; where prompts have one, theirs over prompts."""
         return mean_metrics(each.metrics for each in self.samples) | mean_metrics(self.accuracy)
 
-    @property
-    def made_no_step(self) -> bool:
-        """Whether all of its samples were left out of training, so that its weights are those before it."""
-        return all(sample.supervision is None for sample in self.samples)
-
 
 def mean_metrics(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)

@@ -32,12 +32,10 @@ def worst_case_bytes(
     A prompt of the teacher's own is in the record, as text. Only texts can be larger, since nothing bounds the
     characters of a token or of a verifier's feedback. `held_bytes` counts what they really take.
     """
-    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.term_bytes_per_token
-    per_token += BYTES_PER_TEACHER_TOKEN * max(0, len(needs.teachers) - 1)
     read = max(teacher_prompt_tokens, needs.teacher_prompt_tokens)
     texts = BYTES_PER_TEXT_TOKEN * ((1 + needs.probes_per_prompt) * max_response_tokens + read)
-    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.term_bytes + needs.record_bytes
-    return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
+    record = BYTES_PER_RECORD_TOKEN * max_response_tokens + needs.record_bytes + texts + BYTES_PER_SAMPLE
+    return int(payload_bytes(prompt_tokens, max_response_tokens, needs)) + needs.samples_per_prompt * record
 
 
 def payload_bytes(prompt_tokens: float, response_tokens: float, needs: PolicyNeeds) -> float:

@@ -32,6 +32,7 @@ from spot_async.errors import (
 )
 from spot_async.protocols import Observer, Policy, PromptStages, Reviser, Verifier
 from spot_async.stages.stage import Stage
+from spot_async.trainer.feed_check import teacher_versions
 from spot_async.types import (
     IterationReport,
     Judgement,
@@ -44,7 +45,6 @@ from spot_async.types import (
     SoftTargets,
     Supervision,
     Verdict,
-    WeightVersion,
 )
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ def _check_revision(name: str, draft: Supervision, found: Supervision) -> None:
         raise PluginError(
             f"{name} changed {changed[0]} of {draft.problem_id}; change terms alone, and return samples in their order"
         )
-    if not {*_versions(found)} <= {None, *_versions(draft)}:
+    if not teacher_versions(found) <= teacher_versions(draft):
         raise PluginError(f"{name} gave {draft.problem_id} a term of other weights of a teacher that follows")
 
 
@@ -179,11 +179,6 @@ def arrays(value: object) -> Iterator[npt.NDArray[Any]]:
         case msgspec.Struct():
             for name in value.__struct_fields__:
                 yield from arrays(getattr(value, name))
-
-
-def _versions(supervision: Supervision) -> list[WeightVersion | None]:
-    terms: list[Pull | SoftTargets] = [*supervision.pulls, *supervision.soft_targets]
-    return [each.version for each in terms]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -22,6 +22,7 @@ from spot_async.base.events import Event
 from spot_async.base.text import counted, rough_time, visible
 from spot_async.errors import RequestError
 from spot_async.evaluation.metrics import over_all
+from spot_async.loop.admission import is_trained
 from spot_async.loop.events import (
     WAITS_FOR,
     Evaluated,
@@ -138,7 +139,7 @@ class RunConsole:
         self._accuracies += [means["rollout/accuracy"]] if "rollout/accuracy" in means else []
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
-        if result.made_no_step:
+        if not is_trained(result.samples):
             self.warn(no_step_words(result))
         train = result.report.metrics
         self._lag = lag_words(train)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from spot_async.base import wire
 from spot_async.config import StageConfig, StagesConfig
-from spot_async.loop.admission import PromptState
+from spot_async.loop.admission import PromptState, is_trained
 from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
@@ -124,7 +124,7 @@ def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_th
     run = simulated_run(grpo(), iterations=3, batch_size=2, verifier=UndecidedOnTwo())
     assert [len(batch) for batch in run.batches] == [16, 0, 16]
     assert [{sample.version.step for sample in batch} for batch in run.batches] == [{0}, set(), {2}]
-    assert [result.made_no_step for result in run.journal.results] == [False, True, False]
+    assert [is_trained(result.samples) for result in run.journal.results] == [True, False, True]
     written = StringIO()
     console = RunConsole(Console(file=written, width=300), iterations=3)
     for result in run.journal.results:
