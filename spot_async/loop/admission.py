@@ -147,15 +147,9 @@ class AdmissionBook:
             self._free_place(ordinal)
         self._settle()
 
-    def give_up(self, ordinal: int) -> None:
-        """Note that a request of a prompt failed for good. Another prompt takes its place."""
-        self._move(ordinal, PromptState.RUNNING, PromptState.DEAD)
-        self._free_place(ordinal)
-        self._settle()
-
-    def leave_unpaid(self, ordinal: int) -> None:
-        """Note that there is no money for a request of a prompt."""
-        self._move(ordinal, PromptState.RUNNING, PromptState.UNPAID)
+    def give_up(self, ordinal: int, state: PromptState) -> None:
+        """Note a prompt of which a request failed for good, or cannot be paid. Another one takes a dead one's place."""
+        self._move(ordinal, PromptState.RUNNING, state)
         self._free_place(ordinal)
         self._settle()
 

@@ -246,16 +246,15 @@ class Orchestrator:
                 self._ledger.finish(prompt.ordinal, samples, accuracy)
                 outcome = PromptState.QUEUED
                 self._unanswered_in_a_row.clear()
-            case RequestError():  # another prompt takes its place in the batch
-                self.book.give_up(prompt.ordinal)
+            case RequestError():
                 outcome = PromptState.DEAD
             case BudgetSpentError():  # prompts under way finish, and no new one begins
-                self.book.leave_unpaid(prompt.ordinal)
                 outcome = PromptState.UNPAID
                 if self.state.spent is None:
                     structlog.get_logger().warning("budget spent", error=str(error))
                 self.state.spent = error
         if error is not None:
+            self.book.give_up(prompt.ordinal, outcome)
             self._ledger.give_up(prompt.ordinal, outcome, str(error))
         self._changed.set()
         self._events.publish(PromptEnded(prompt, outcome, started, loop.time(), error))

@@ -14,7 +14,7 @@ from spot_async.base.tasks import in_thread
 from spot_async.checks.machine import shortage
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
-from spot_async.loop.admission import PromptState, is_trained
+from spot_async.loop.admission import FED, PromptState, is_trained
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
@@ -24,6 +24,13 @@ from spot_async.run_directory.manifest import Manifest
 from spot_async.trainer.feed_check import sampled_spans, teacher_versions
 from spot_async.types import Pull, Sample, SoftTargets, Supervision, VersionSpan, WeightVersion
 
+# By their states in the ledger, of prompts that are neither supervised once more nor used again.
+ENDS = {
+    "dead": PromptState.DEAD,
+    "left_out": PromptState.LEFT_OUT,
+    "in_vain": PromptState.IN_VAIN,
+    "batched": PromptState.TRAINED,
+}
 ROLLED_BACK = "rolled-back"
 POLICY_FILE = "policy.json"  # of a checkpoint: what the policy made of reports
 
@@ -111,26 +118,11 @@ def go_back(
     settle_letters(
         directory.path, [DeadLetter(ordinal=r.ordinal, problem_id=r.problem_id, reason=r.reason or "") for r in dead]
     )
-    settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
+    settled = {row.ordinal: ENDS[row.state] for row in rows if row.state in ENDS}
     kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, refills, teacher_lag)
     # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
     ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get, ledger.accuracy)
-
-
-def _settled(row: PromptRow) -> PromptState | None:
-    """Return the end that a prompt has come to; None if it is supervised once more, or its samples are used again."""
-    match row.state:
-        case "dead":
-            return PromptState.DEAD
-        case "left_out":
-            return PromptState.LEFT_OUT
-        case "in_vain":
-            return PromptState.IN_VAIN
-        case "batched":
-            return PromptState.TRAINED
-        case _:
-            return None
 
 
 def _reusable(
@@ -148,9 +140,9 @@ def _reusable(
     none if batches refill. Where its tokens would be too old by then, it is supervised once more.
     """
     found: dict[int, Sequence[Sample]] = {}
-    place = sum(row.state in ("batched", "left_out") for row in rows)
+    place = sum(ENDS.get(row.state) in FED for row in rows)
     for row in rows:
-        if row.state in ("dead", "batched", "left_out", "in_vain"):
+        if row.state in ENDS:
             continue
         samples = ledger.samples(row.ordinal) if row.state == "queued" else None
         fills = samples is None or not refills or is_trained(samples)

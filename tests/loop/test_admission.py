@@ -64,7 +64,7 @@ def test_a_prompt_is_admitted_finished_and_trained_once():
     with pytest.raises(ValueError, match="prompt 0 is trained: it cannot become trained"):
         written.trained(batch)
     with pytest.raises(ValueError, match="prompt 1 is not admitted: it cannot become dead"):
-        written.give_up(1)
+        written.give_up(1, PromptState.DEAD)
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -141,7 +141,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(data=st.data(), is_paid=st.booleans())
     def give_up(self, data, is_paid):
         ordinal = data.draw(st.sampled_from(self.of("running")))
-        (self.book.give_up if is_paid else self.book.leave_unpaid)(ordinal)
+        self.book.give_up(ordinal, PromptState.DEAD if is_paid else PromptState.UNPAID)
         self.prompts[ordinal] = ["dead" if is_paid else "unpaid", 0, None]
 
     @rule()
@@ -179,8 +179,8 @@ class AnyRun(RuleBasedStateMachine):
         moves = {
             "admit": lambda: self.book.admit(ordinal, 0),
             "finish": lambda: self.book.finish(ordinal, group(), 0),
-            "give up": lambda: self.book.give_up(ordinal),
-            "leave unpaid": lambda: self.book.leave_unpaid(ordinal),
+            "give up": lambda: self.book.give_up(ordinal, PromptState.DEAD),
+            "leave unpaid": lambda: self.book.give_up(ordinal, PromptState.UNPAID),
             "train": lambda: self.book.trained([(ordinal, group())]),
         }
         allowed = {"running": ("finish", "give up", "leave unpaid"), "batched": ("train",)}.get(state, ())

@@ -15,7 +15,7 @@ from joined_policy import TakesTurns
 from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
-from spot_async.loop.resuming import StateSaver
+from spot_async.loop.resuming import Resumption, StateSaver
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory import layout, manifest
 from spot_async.run_directory.layout import RunDirectory
@@ -217,8 +217,10 @@ def leave_samples_their_lineage(monkeypatch):
 
 
 def forget_who_died(monkeypatch):
-    settled = checkpoints._settled
-    monkeypatch.setattr(checkpoints, "_settled", lambda row: None if row.state == "dead" else settled(row))
+    def forgetful(version, settled, *kept):
+        return Resumption(version, {each: end for each, end in settled.items() if end != "dead"}, *kept)
+
+    monkeypatch.setattr(checkpoints, "Resumption", forgetful)
 
 
 def leave_prompts_in_batches_that_were_cut_off(monkeypatch):
