@@ -184,7 +184,7 @@ class SglangBackend(StudentBackend):
         await process.wake(self._server, part, deadline=deadline)
 
     async def _ask_engine(self, deadline: float) -> None:
-        names = self._names.now()  # of the base, whatever adapters there are
+        names = self._names.reader()  # of the base, whatever adapters there are
         await process.ask_engine(self._server, names, deadline=deadline)
 
     async def _found(self, info: ServerInfo, deadline: float) -> Capabilities:

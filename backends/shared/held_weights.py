@@ -71,30 +71,21 @@ class HeldWeights:
             )
 
 
-class WeightNames:
+class WeightNames(HeldWeights):
     """The same for servers that name their weights. A model that is not a student has only one version."""
 
     def __init__(self, server: str, *, is_student: bool) -> None:
-        self._server = server
+        super().__init__(server)
         self._is_student = is_student
-        self._held = HeldWeights(server)
         self._first: str | None = None
 
     def start(self, name: str | None) -> None:
         """Note the server's name for the weights that it starts with; None if it does not say."""
         self._first = name
 
-    def updating(self, version: WeightVersion) -> contextlib.AbstractContextManager[None]:
-        """Note an update, as `HeldWeights.updating`."""
-        return self._held.updating(version)
-
-    def now(self) -> ReadName:
+    def reader(self) -> ReadName:
         """Return the reader of the names in a reply. Take it before sending the request."""
-        return functools.partial(self.read, since=self._held.now())
-
-    def require(self, versions: Collection[WeightVersion | None], expected: WeightVersion | None) -> None:
-        """Check the parts of an answer, as `HeldWeights.require`."""
-        self._held.require(versions, expected)
+        return functools.partial(self.read, since=self.now())
 
     def read(self, name: str | None, since: int) -> WeightVersion:
         """Return the version that a name in a reply means.
@@ -111,7 +102,7 @@ class WeightNames:
             raise ServerRestartedError(
                 f"{self._server}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
             ) from None
-        return self._held.check(version, since)
+        return self.check(version, since)
 
 
 class NamedSpan(msgspec.Struct):

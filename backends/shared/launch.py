@@ -78,7 +78,7 @@ def check_installed(settings: ProcessSettings, section: str, package: str | None
     if package is None or (settings.resources and not settings.prefix):
         return None
     try:
-        return installed(settings, package)
+        return installed(settings.far_side, package)
     except ConfigError as error:
         raise ConfigError(str(error).replace("launch", section, 1)) from None
 
@@ -216,7 +216,7 @@ class LaunchedServer(Opened):
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
         command = self._make_command(settings, self._assignment.model.absolute(), doorway)
         if command.package is not None:
-            version = installed(self._settings, command.package).version
+            version = installed(self._settings.far_side, command.package).version
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
         safe_path = SAFE_PATH if "-m" in command.argv[:2] else {}  # a script may need the modules beside it
         return replace(command, environment={**safe_path, **command.environment, **settings.variables})
@@ -274,13 +274,9 @@ class LaunchedServer(Opened):
         error.add_note("\n".join(f"  {line}" for line in shown))
 
 
-def installed(settings: ProcessSettings, package: str) -> Installed:
-    """Return what the settings' environment has of a package. Cached. Raises `ConfigError` if it has no such module."""
-    return _installed(settings.far_side, package)
-
-
 @functools.lru_cache
-def _installed(side: FarSide, package: str) -> Installed:
+def installed(side: FarSide, package: str) -> Installed:
+    """Return what an environment has of a package. Cached. Raises `ConfigError` if it has no such module."""
     code, line, errors = side.ask(INSTALLED_CODE, [package])
     where = f"{side.python} on the far side of {side.shown}" if side.prefix else side.python
     if code == NO_SUCH_MODULE:

@@ -135,7 +135,7 @@ class StudentBackend(AdapterBackend):
     def _asked_of(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReadName]]:
         """Give the adapter that one request is to name, if any, and what reads the names of weights in its reply."""
         if self._adapters is None or not self._adapters.has_any:
-            yield None, self._names.now()
+            yield None, self._names.reader()
             return
         with self._adapters.request(expected) as adapter:
             yield adapter.name, adapter.version

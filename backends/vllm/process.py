@@ -61,7 +61,7 @@ def vllm_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, use
     other paths. `settings.arguments` come last, so they override ours.
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
-    found = installed(settings, PACKAGE)
+    found = installed(settings.far_side, PACKAGE)
     # `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
     program = SERVE if found.is_named_so else API_SERVER
     argv = [

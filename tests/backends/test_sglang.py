@@ -190,7 +190,7 @@ async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_cal
             async with backend:
                 pass
     assert [body["token_ids_logprob"] for path, body in stand_in.asked if path == "/generate"] == [[511], [512]]
-    assert backend._names.now()("default") == V0
+    assert backend._names.reader()("default") == V0
 
 
 @pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"<html>")]])

@@ -30,7 +30,7 @@ from spot_async.errors import (
 )
 from spot_async.types import Generation, VersionSpan
 
-NAMES = WeightNames("student", is_student=True).now()
+NAMES = WeightNames("student", is_student=True).reader()
 
 
 def test_flat_and_nested_top_k_of_a_response_are_read_alike() -> None:
@@ -72,20 +72,20 @@ def test_only_the_vocabularys_last_token_may_come_back_as_0() -> None:
 def test_a_students_weights_are_those_it_started_with_until_it_is_sent_some_and_then_only_those() -> None:
     names = WeightNames("student", is_student=True)
     names.start("default")
-    before = names.now()
+    before = names.reader()
     assert before("default") == before(None) == V0  # some servers name none
     for name in ("checkpoint-3", ""):
         with pytest.raises(ServerRestartedError, match=f"student: the server calls its weights '{name}'.*restarted"):
             before(name)
     with names.updating(V1):
         assert before("default") == V0
-    assert before("0.1") == names.now()("0.1") == V1  # a response under way has tokens of both
+    assert before("0.1") == names.reader()("0.1") == V1  # a response under way has tokens of both
     for name in ("default", None):
         with pytest.raises(ServerRestartedError, match=f"{name!r}, which this run never sent"):
-            names.now()(name)
+            names.reader()(name)
     with pytest.raises(ServerRestartedError, match=r"holds weights 0\.0 and was last given 0\.1"):
-        names.now()("0.0")
-    teachers = WeightNames("teacher", is_student=False).now()
+        names.reader()("0.0")
+    teachers = WeightNames("teacher", is_student=False).reader()
     assert teachers("default") == teachers("7.7") == V0
 
 
@@ -103,7 +103,7 @@ def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:
 
 def test_a_response_that_saw_an_update_says_which_weights_sampled_each_token() -> None:
     names = WeightNames("student", is_student=True)
-    sent = names.now()
+    sent = names.reader()
     with names.updating(V1):
         generation = run_at_once(read_generation(recorded_bytes("two versions"), sent, top_k=0))
     assert generation.version_spans == (VersionSpan(0, 4, V0), VersionSpan(4, 8, V1))
