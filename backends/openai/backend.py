@@ -35,7 +35,7 @@ from ..shared.bodies import Steps
 from ..shared.connection import Url
 from ..shared.discovery import noise_nats
 from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
-from ..shared.replies import bounded_scores, check_generation, check_scores
+from ..shared.replies import bounded_scores, check_end, check_generation, check_scores
 from ..shared.request_limits import OPENAI_BAN, RequestLimits, logit_bias
 from ..shared.settings import AttachedSettings
 from ..shared.token_texts import UNKNOWN, TokenTexts
@@ -291,6 +291,7 @@ class OpenAIBackend(RemoteBackend):
             choice = _completion.decode(reply).only
             if dialect.sampled_token_ids:
                 made = generation(self._role, choice, sampling, top_k=top_k)
+                check_end(self._role, made, sampling)
             else:
                 made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
             by_us = not dialect.sampled_token_ids

@@ -323,11 +323,6 @@ def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: 
         raise PoisonedReplyError(f"{len(logprobs.token_logprobs)} log-probabilities of {len(ids)} tokens")
     count = len(ids)
     ended = bool(ids) and ids[-1] in sampling.stop_token_ids
-    if not ended and choice.finish_reason != "length":
-        raise PermanentError(
-            f"{role}: the server ends responses at token {ids[-1] if ids else None}, which is none of the end tokens "
-            f"{list(sampling.stop_token_ids)}: name it in the generation_config.json (eos_token_id) of {role}.model"
-        )
     topk_ids: IntArray | None = None
     topk_logprobs: FloatArray | None = None
     if top_k:
@@ -336,7 +331,7 @@ def generation(role: str, choice: Choice, sampling: SamplingSettings, *, top_k: 
     return Generation(
         token_ids=np.array(ids, dtype=np.int32),
         logprobs=numbers(logprobs.token_logprobs).astype(np.float32),
-        finish_reason="stop" if ended else "length",
+        finish_reason="length" if choice.finish_reason == "length" and not ended else "stop",
         version_spans=(VersionSpan(0, count, WeightVersion(0, 0)),),
         topk_ids=topk_ids,
         topk_logprobs=topk_logprobs,

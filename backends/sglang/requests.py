@@ -20,10 +20,9 @@ from spot_async.types import Generation, IntArray, SamplingSettings, WeightVersi
 from ..shared.bodies import Steps
 from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer
-from ..shared.replies import check_generation, check_logprobs, check_topk
+from ..shared.replies import check_end, check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits, logit_bias
 from .replies import NextToken, read_generation, read_next_token
-from .sglang_discovery import check_end
 from .weights import GENERATE, ModelInfo, ServerInfo
 
 ABORT = "/abort_request"

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
-from spot_async.types import Generation, SamplingSettings
 
 from ..shared.discovery import PROCESS, IsOther, Saying, asked_as, may_be_other
 from ..shared.remote import RemoteServer
@@ -105,14 +104,4 @@ def check_cache(server: RemoteServer, info: ServerInfo) -> None:
         raise ConfigError(
             f"{server.section}: the server was to have a cache of {asked} tokens, and its devices had room for "
             f"{found}: end what else uses them, or lower launch.memory_fraction"
-        )
-
-
-def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:
-    """Raise `PermanentError` if the served model's own end token, and none of the request's, ended the response."""
-    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
-    if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
-        raise PermanentError(
-            f"{name}: the server ends responses at token {last}, which is none of the end tokens "
-            f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
         )

@@ -1,4 +1,4 @@
-"""Checks what a server replied before anything else sees it. Pure; every check raises `PoisonedReplyError`.
+"""Checks what a server replied before anything else sees it. Pure; checks raise `PoisonedReplyError`.
 
 A NaN log-probability or a missing row would otherwise end up in a loss. If a reply says something twice, the numbers
 are compared: a row's probabilities with their sum, a token's own log-probability with that in its row.
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.errors import PoisonedReplyError
+from spot_async.errors import PermanentError, PoisonedReplyError
 from spot_async.models.entropy import entropy_bounds
 from spot_async.types import (
     BoolArray,
@@ -79,6 +79,16 @@ def check_generation(
         ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
         _check_agreement(reply.token_ids, reply.logprobs, ids, logprobs)
     return msgspec.structs.replace(reply, finish_reason="stop" if last in sampling.stop_token_ids else "length")
+
+
+def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:
+    """Raise `PermanentError` if the served model's own end token, and none of the request's, ended the response."""
+    last = int(generation.token_ids[-1]) if len(generation.token_ids) else None
+    if generation.finish_reason == "stop" and last not in sampling.stop_token_ids:
+        raise PermanentError(
+            f"{name}: the server ends responses at token {last}, which is none of the end tokens "
+            f"{sampling.stop_token_ids}: name it in the model's generation_config.json (eos_token_id)"
+        )
 
 
 def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, vocab_size: int) -> TokenScores:

@@ -24,7 +24,7 @@ from ..shared.bodies import Steps
 from ..shared.held_weights import NamedSpan
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_logprobs, check_rows
-from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, read_npy, read_prompt_row, read_table
+from .replies import Answer, Dialect, GenerateRoute, read_npy, read_prompt_row, read_table
 
 UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200
 SCALE_OUT = b"--enable-scale-out"
@@ -93,10 +93,6 @@ class VllmClient:
         self.server = server
         self.model = ""
         self.route: Dialect = GenerateRoute()
-
-    def use_completions(self) -> None:
-        """Use OpenAI's route from now on, for servers without the one for token ids only."""
-        self.route = CompletionsRoute()
 
     def naming(self, model: str) -> VllmClient:
         """Return a client of the same server whose requests name another model, such as an adapter."""

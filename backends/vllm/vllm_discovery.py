@@ -33,6 +33,7 @@ from ..shared.discovery import (
 )
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, Sampled, VllmClient
+from .replies import CompletionsRoute
 from .weights import DEVELOPER_MODE
 
 TEXTS = ("The answer is \\boxed{42}.", "x² + y² ≤ r²\n\n\t∴ 3/4", "one  two   three 1234567890", " naïve 数学 🙂")
@@ -105,7 +106,7 @@ async def _first_answers(client: VllmClient, deadline: float) -> tuple[str, int,
     try:
         weights = await _first_answer(client, deadline)
     except NoSuchRouteError:
-        client.use_completions()
+        client.route = CompletionsRoute()  # OpenAI's, of servers without the one for token ids only
         async with _asked_as_vllm(client, lambda error: isinstance(error, NoSuchRouteError), deadline):
             weights = await _first_answer(client, deadline)
     return version, model.max_model_len or client.server.files.max_context_tokens, weights

@@ -112,7 +112,7 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
     )
     async with server:
         updater, client = WeightUpdater(server, DiskTransport(server)), VllmClient(server)
-        client.use_completions()
+        client.route = CompletionsRoute()
         client.model = str(models.student)
         monkeypatch.setattr(vllm_weights, "check_snapshot", unchecked)
         with pytest.raises(TransientError, match="collective_rpc: HTTP 500"):  # and back to the model's own weights
