@@ -233,7 +233,7 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     before, after = figures_of(files, "before"), figures_of(files, "after")
     if results := result_table(files.summary(), config, after or before):
         screen.print(results.for_terminal(), Text(results.note), sep="\n", soft_wrap=True)
-    if evaluated := held_out(rows, config, before, after):
+    if evaluated := held_out(rows, before, after):
         screen.print(
             f"best: {evaluated.best_words}. It was picked by these same problems, so this figure is "
             "optimistic: measure it on others before comparing",

@@ -68,9 +68,9 @@ def pass_plots(methods: Sequence[str], curves: Sequence[PassCurves]) -> list[Plo
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
     """Return the curves that at least one run has, each run in a colour of its own."""
     evaluated = [
-        Series(visible(name), found.criterion.points, colour, errors=found.criterion.errors)
+        Series(visible(name), found.curves[0].points, colour, errors=found.curves[0].errors)
         for colour, (name, rows) in enumerate(runs)
-        if (found := held_out(rows, {}, None)) is not None
+        if (found := held_out(rows)) is not None
     ]
     drawn: list[tuple[str, str, Format, list[Series]]] = []
     drawn.append(("Accuracy on held-out problems", "Bars: one standard error over problems.", percent, evaluated))

@@ -74,21 +74,20 @@ class ResultTable:
 class HeldOut:
     """The evaluations that were made during a run."""
 
-    # Each is a figure over all problems, such as Avg@8, by iteration; 0 is before training. At least one, with points.
+    # Each is a figure over all problems by iteration; 0 is before training. The first, Avg@k, picks the best student.
     curves: tuple[Series, ...]
-    criterion: Series  # the one of them that picks the best student
 
     @property
     def best(self) -> int:
         """The index of the best evaluation of those during training; of equal ones, the first."""
-        points = self.criterion.points
+        points = self.curves[0].points
         trained = [i for i, (iteration, _) in enumerate(points) if iteration > 0]
         return max(trained, key=lambda i: points[i][1])
 
     @property
     def best_words(self) -> str:
         """Return the best student and its figure in words, and whether training improved it."""
-        curve, best = self.criterion, self.best
+        curve, best = self.curves[0], self.best
         iteration, value = curve.points[best]
         words = f"iteration {iteration:g}, {curve.name} {with_error(value, curve.errors[best])} %"
         first, before = curve.points[0]
@@ -97,25 +96,25 @@ class HeldOut:
     @property
     def headline(self) -> str:
         """Return the first and the newest figure."""
-        (_, first), (iteration, last) = self.criterion.points[0], self.criterion.points[-1]
-        at = f"{self.criterion.name}, iteration {iteration:g}"
+        (_, first), (iteration, last) = self.curves[0].points[0], self.curves[0].points[-1]
+        at = f"{self.curves[0].name}, iteration {iteration:g}"
         return f"{percent(first)} \N{RIGHTWARDS ARROW} {percent(last)} held out so far ({at})"
 
     @property
     def note(self) -> str:
         return (
             "All problems; bars: one standard error. "
-            f"{'Iteration 0 is before training. ' if self.criterion.points[0][0] == 0 else ''}"
-            f"Upright line: the best by {self.criterion.name}, picked by these same problems, so it is optimistic."
+            f"{'Iteration 0 is before training. ' if self.curves[0].points[0][0] == 0 else ''}"
+            f"Upright line: the best by {self.curves[0].name}, picked by these same problems, so it is optimistic."
         )
 
     def figure(self) -> Markup:
-        marked = {self.criterion.points[self.best][0]: "the best"}
+        marked = {self.curves[0].points[self.best][0]: "the best"}
         return svg.line_plot(self.curves, format_y=percent, most=1.0, marked=marked)
 
 
 def held_out(
-    rows: Rows, config: Mapping[str, Any], before: EvaluationFigures | None, after: EvaluationFigures | None = None
+    rows: Rows, before: EvaluationFigures | None = None, after: EvaluationFigures | None = None
 ) -> HeldOut | None:
     """Return the evaluations in a run's metrics, with those `before` and `after` it; None if the metrics have none."""
     found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
@@ -123,9 +122,7 @@ def held_out(
     if k is None:
         return None
     names = ("avg", "pass")[:k]  # with one sample (k = 1) both figures are the same, so one is enough
-    curves = {name: curve for name in names if (curve := _curve(rows, name, k, before, after)).points}
-    criterion = str((config.get("evaluation") or {}).get("best_by"))
-    return HeldOut(tuple(curves.values()), curves.get(criterion, curves["avg"]))
+    return HeldOut(tuple(curve for name in names if (curve := _curve(rows, name, k, before, after)).points))
 
 
 def figures_of(files: RunFiles, when: str) -> EvaluationFigures | None:

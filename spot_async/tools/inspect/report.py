@@ -77,7 +77,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     samples = files.samples.read()
     lengths = tuple((each.iteration, each.tokens) for each in samples)
     before, after = figures_of(files, "before"), figures_of(files, "after")
-    evaluated = held_out(rows, config, before, after)
+    evaluated = held_out(rows, before, after)
     failed = files.failed_attempts()
     # Throttled attempts have a verdict of their own.
     others = tallies(each for each in failed if each.failure != FailureClass.THROTTLED)
