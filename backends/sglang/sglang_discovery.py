@@ -13,7 +13,7 @@ from typing import Any
 
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 
-from ..shared.discovery import PROCESS, IsOther, Saying, asked_as, may_be_other
+from ..shared.discovery import PROCESS, IsOther, Saying, asked_as, may_be_other, release
 from ..shared.remote import RemoteServer
 from .weights import GENERATE, ServerInfo
 
@@ -58,7 +58,7 @@ async def check_vocabulary(
 
     `neutral` are the sampling parameters of every request.
     """
-    if info.release < CHOSEN_IDS_CHECKED:
+    if release(info.version) < CHOSEN_IDS_CHECKED:
         return
     vocab_size = server.files.vocab_size
     for token_id, is_taken in ((vocab_size - 1, True), (vocab_size, False)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from spot_async.base.tasks import both
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.types import WeightSnapshot, WeightVersion
 
+from ..shared.discovery import release
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
@@ -60,12 +60,6 @@ class ServerInfo(msgspec.Struct):
     speculative_accept_threshold_single: float = 1.0
     speculative_accept_threshold_acc: float = 1.0
 
-    @property
-    def release(self) -> tuple[int, ...]:
-        """The version's numbers. A version without any counts as the newest."""
-        found = re.match(r"\d+(\.\d+)*", self.version)
-        return tuple(map(int, found[0].split("."))) if found else (1 << 30,)
-
 
 class ModelInfo(msgspec.Struct):
     """The fields of `/model_info` that are read."""
@@ -95,7 +89,7 @@ class SglangWeights:
     ) -> None:
         self._server = server
         self._control = Control(server)
-        self.holds_requests = info.release >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
+        self.holds_requests = release(info.version) >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
         self.witnesses = Witnesses(server.name)
         self._others: list[str] = []  # tensors that it reports on, besides those that are compared
         self._is_checked = True  # what it holds since the last load

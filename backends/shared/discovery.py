@@ -56,6 +56,12 @@ def temperature_convention(at_one: FloatArray, at_half: FloatArray) -> LogprobTe
     return "one" if np.ptp(at_half) < 1.5 * np.ptp(at_one) else "request"
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a server's version. A version without any counts as the newest."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else (1 << 30,)
+
+
 class Tokenized(msgspec.Struct):
     tokens: list[int]
 

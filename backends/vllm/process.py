@@ -21,6 +21,7 @@ from spot_async.config import LoraConfig
 from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, TransientError
 
+from ..shared.discovery import release
 from ..shared.held_weights import ReadName
 from ..shared.launch import Command, Doorway, installed
 from ..shared.launch_settings import LaunchSettings
@@ -110,12 +111,6 @@ def adapter_arguments(lora: LoraConfig) -> list[str]:
         *("--max-loras", str(LOADED_AT_ONCE), "--max-cpu-loras", str(KEPT_AT_ONCE)),
         *("--lora-target-modules", *TARGETS[lora.targets]),
     ]
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Return major and minor version. A version without them counts as the newest."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else (1 << 30,)
 
 
 async def ask_engine(client: VllmClient, names: ReadName, *, deadline: float) -> None:
