@@ -10,11 +10,10 @@ so that a row's bits do not depend on which adapters run beside it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -99,15 +98,9 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:
-    with _open(path) as file:
-        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+            return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cannot be read, it may be cut off: {error}") from error
 
