@@ -161,7 +161,7 @@ class Accumulator:
             loss_entropy=parts.entropy,
             trajectories=len(batch.mask),
             tokens=len(batch.rows),
-            branch_positions=batch.soft_positions,
+            branch_positions=len({*batch.soft_row_numbers}),
             advantage=batch.advantages.sum(),
             importance_weight=weights.masked_fill(~batch.policy_mask, 0.0).sum(),
             importance_capped=((weights >= (training.importance_cap or math.inf)) & batch.policy_mask).sum(),

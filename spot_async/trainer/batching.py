@@ -217,7 +217,6 @@ class MicroBatch:
     # What the CPU knows of the soft targets, so that nobody has to wait for the device to learn it.
     soft_row_numbers: tuple[int, ...] = ()  # their rows
     soft_order: Int64Array | None = None  # (N,) where each stands among the trajectories' own, one behind another
-    soft_positions: int = 0  # how many different ones
     has_divergences: bool = False
     sums_tails: bool = False  # some loss needs the student's probability of all other tokens
     wants_entropies: bool = False  # some loss needs the student's entropy
@@ -250,8 +249,9 @@ class MicroBatch:
     def without_soft_targets(self) -> MicroBatch:
         """Return the same trajectories for a pass that is asked for sampled tokens alone."""
         none = SoftRows(*(each[:0] for each in self.soft))
-        without: dict[str, Any] = {"soft_row_numbers": (), "soft_positions": 0, "wants_entropies": False}
-        return replace(self, soft=none, has_divergences=False, sums_tails=False, **without)
+        return replace(
+            self, soft=none, soft_row_numbers=(), has_divergences=False, sums_tails=False, wants_entropies=False
+        )
 
 
 def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Tensor:
@@ -381,12 +381,10 @@ def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Seq
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     order = np.argsort(joined[0], kind="stable")
     soft = SoftRows(*(torch.from_numpy(column[order]) for column in joined))
-    numbers = tuple(joined[0][order].tolist())
     return {
         "soft": soft,
-        "soft_row_numbers": numbers,
+        "soft_row_numbers": tuple(joined[0][order].tolist()),
         "soft_order": order,
-        "soft_positions": len(set(numbers)),
         "has_divergences": any(each.divergence is not None for _, each in present),
         "sums_tails": bool(soft.has_tail.any()),
     }
