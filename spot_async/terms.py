@@ -236,8 +236,9 @@ def weighted(term: Term, weight: npt.ArrayLike) -> Term:
     """
     if isinstance(term, Pull):
         own = np.ones_like(term.logprobs) if term.weights is None else term.weights
-        factors = np.where(own == 0, 0, np.asarray(weight))  # which may be no number where nothing is known
-        factors = chunk_means(factors, term.chunks)
+        factors = np.asarray(weight)
+        if term.chunks is not None:  # `weight` may be no number where nothing is known
+            factors = chunk_means(np.where(own == 0, 0.0, factors), term.chunks)
     else:
         own = term.weights
         factors = np.asarray(weight) if np.ndim(weight) == 0 else np.asarray(weight)[term.positions]

@@ -61,11 +61,11 @@ async def diagnose(
     said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
     first = next(iter(servers["student"]))
     asked = await _asked(config, plan, every[first], said[first], answered)
-    agreements = {}
+    agreements, asked_of = {}, {role: _of_role(asked, plan, role) for role in servers}
     for role, own in servers.items():
         async with _answering(backends[role]):
-            agreements[role] = await agreement(role, own, said, asked)
-            await _measure_noise(role_model(config, plan, role), role, own, agreements[role], asked)
+            agreements[role] = await agreement(role, own, said, asked_of[role])
+            await _measure_noise(role_model(config, plan, role), role, own, agreements[role], asked_of[role])
     together = {role: found.together for role, found in agreements.items()}
     together |= of_student(config, together["student"])
     refusals = [line for found in agreements.values() for line in found.refusals]
@@ -77,7 +77,7 @@ async def diagnose(
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [
-        ServerDiagnosis(role, name, backend, said[name], config, plan, _of_role(asked, plan, role))
+        ServerDiagnosis(role, name, backend, said[name], config, plan, asked_of[role])
         for role, each in servers.items()
         for name, backend in each.items()
     ]

@@ -19,14 +19,19 @@ TEXTS_READ = 200
 LEAST_KNOWN = 0.95  # of the tokens of these texts
 
 
-def read_own_tokens(config: Config, role: str, student: ModelFiles, teacher: ModelFiles) -> OwnTokens:
-    """Return how the teacher reads the student's tokens. Raises ConfigError for tokenizers that do not say enough."""
+def read_own_tokens(
+    config: Config, role: str, student: ModelFiles, teacher: ModelFiles, ends: Sequence[int]
+) -> OwnTokens:
+    """Return how the teacher reads the student's tokens. `ends`: all that end a response, in the student's tokens.
+
+    Raises ConfigError for tokenizers that do not say enough.
+    """
     try:
         return OwnTokens(
             TokenBytes(student.vocabulary.tokenizer, student.vocab_size),
             TokenBytes(teacher.vocabulary.tokenizer, teacher.vocab_size),
             teacher.vocabulary.tokenizer,
-            student_ends=student.vocabulary.end_token_ids,
+            student_ends=ends,
             teacher_ends=teacher.vocabulary.end_token_ids,
             end_score=config.stages.score.end_token,
             special_tokens=config.teachers_by_role[role].special_tokens,
@@ -61,9 +66,9 @@ class TextsRead:
 
 
 def read_texts(own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Problem]) -> TextsRead:
-    """Let the teacher read the first problems, each with its solution and an end token."""
+    """Let the teacher read some of the problems, each with its solution and an end token."""
     sums, longest, unlike = np.zeros(6, np.int64), 0, ""
-    for problem in problems[:TEXTS_READ]:
+    for problem in problems[:: -(-len(problems) // TEXTS_READ)]:
         ids = student.vocabulary.encode(f"{problem.text} {problem.solution or ''}".strip())
         reading = own_tokens.read(np.append(ids, np.int32(student.vocabulary.end_token_ids[0])))
         is_known = reading.ours != UNKNOWN

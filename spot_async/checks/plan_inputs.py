@@ -18,6 +18,7 @@ from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.own_tokens import OwnTokens
+from spot_async.models.vocabulary import stop_token_ids
 from spot_async.models.weight_files import has_weights, weight_files
 from spot_async.models.whole import check_whole
 from spot_async.types import PolicyNeeds, Problem
@@ -61,7 +62,9 @@ def plan_models(config: Config) -> PlannedModels:
     frozen = dict(teachers)
     if config.reference is not None:
         frozen["reference"] = read_model("reference", config.reference.model)
-    own_tokens = {role: read_own_tokens(config, role, student, teachers[role]) for role in config.own_tokenizers}
+    alike = [model.vocabulary for role, model in teachers.items() if role not in config.own_tokenizers]
+    ends = stop_token_ids(student.vocabulary, *alike)
+    own_tokens = {role: read_own_tokens(config, role, student, teachers[role], ends) for role in config.own_tokenizers}
     for role in frozen.keys() - own_tokens.keys():
         _check_same_vocabulary(student, role, frozen[role])
     models = PlannedModels(student, teachers, frozen, own_tokens)

@@ -68,6 +68,7 @@ class AdmissionBook:
         self._states: dict[int, PromptState] = {}
         self._counts: Counter[PromptState] = Counter()
         self._places: dict[int, int] = {}  # bytes: reserved while it runs, really held once it is finished
+        self._vain_bytes: dict[int, int] = {}  # likewise of those that wait and fill no place
         self._held_bytes = 0
         self._waiting: dict[int, Sequence[Sample]] = {}  # finished and in no batch yet
         self._unsettled: deque[int] = deque()  # in admission order; the first one still runs
@@ -144,7 +145,7 @@ class AdmissionBook:
         self._places[ordinal] = held_bytes
         self._waiting[ordinal] = samples
         if self._refill_at_most is not None and not is_trained(samples):
-            self._free_place(ordinal)
+            self._vain_bytes[ordinal] = self._places.pop(ordinal)
         self._settle()
 
     def give_up(self, ordinal: int, state: PromptState) -> None:
@@ -202,7 +203,7 @@ class AdmissionBook:
             self._counts[before] -= 1
 
     def _free_place(self, ordinal: int) -> None:
-        self._held_bytes -= self._places.pop(ordinal, 0)
+        self._held_bytes -= self._places.pop(ordinal, 0) + self._vain_bytes.pop(ordinal, 0)
 
     def _settle(self) -> None:
         """Make finished prompts ready for a batch, up to the first prompt that still runs."""

@@ -64,9 +64,10 @@ class OwnTokens:
         end_score: EndScore = "replace",
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`tokenizer` is the teacher's. `special_tokens` has the teacher's text for a special text of the student.
+        """`tokenizer` is the teacher's, and `student_ends` are all tokens of the student that end a response.
 
-        Special tokens of equal text need no entry. Raises ConfigError for a text that is no token.
+        `special_tokens` has the teacher's text for a special text of the student. Special tokens of equal text need no
+        entry. Raises ConfigError for a text that is no token.
         """
         self._student, self._teacher = student, teacher
         self._tokenizer = _literal(tokenizer)
@@ -221,11 +222,12 @@ def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 def _counterparts(student: TokenBytes, teacher: TokenBytes, named: Mapping[str, str]) -> dict[int, int]:
     """Return the teacher's token for each token of the student that is no text. Unknown texts have none."""
-    theirs = {teacher.names[token_id]: int(token_id) for token_id in np.flatnonzero(teacher.special)}
+    theirs = {token.content: token_id for token_id, token in teacher.added.items()}
     equal = {
-        int(token_id): theirs[name]
-        for token_id in np.flatnonzero(student.special)
-        if (name := student.names[token_id]) in theirs and token_id != student.unknown
+        token_id: theirs[token.content]
+        for token_id, token in student.added.items()
+        if token.content in theirs and token_id != student.unknown
+        if token.special or teacher.added[theirs[token.content]].special
     }
     return equal | {
         _id_of(student, ours, "the student's tokenizer"): _id_of(teacher, its, "the teacher's tokenizer")
@@ -244,7 +246,8 @@ def _contents(ids: Iterable[int], table: TokenBytes) -> list[bytes]:
     """Return the bytes of each token, up to the first that has none."""
     contents: list[bytes] = []
     for token_id in ids:
-        if (content := table.bytes_of[token_id]) is None:
+        content = table.bytes_of[token_id] if token_id < len(table.bytes_of) else None  # it has no row in the softmax
+        if content is None:
             break
         contents.append(content)
     return contents

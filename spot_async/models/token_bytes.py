@@ -22,7 +22,7 @@ class TokenBytes:
         self.bytes_of: list[bytes | None] = [None] * vocab_size  # None for ids without a token
         self.special: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
         self.names: list[str | None] = [None] * vocab_size  # as the vocabulary has them
-        added = tokenizer.added_tokens_decoder
+        added = self.added = tokenizer.added_tokens_decoder
         to_bytes = _byte_reader(tokenizer)
         for name, token_id in tokenizer.get_vocab().items():
             if token_id >= vocab_size:

@@ -64,7 +64,7 @@ from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
 MAX_HOLDER_BYTES = 1024  # of the line that names who has the lock
-RUN_FORMAT = 3  # raised when a run of before can no longer be continued
+RUN_FORMAT = 4  # raised when a run of before can no longer be continued
 
 # Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",

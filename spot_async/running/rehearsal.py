@@ -52,8 +52,8 @@ def rehearse(config: Config, plan: TrainPlan, *, shipped: bool = False) -> list[
         return [f"{not_rehearsed}: it waits for something that is no stage, or without end"]
     except ConfigError as error:  # the policy was made for longer responses before
         return [f"{not_rehearsed}: {error}"]
-    except ExceptionGroup as failures:
-        cause = root_cause(failures)
+    except (ExceptionGroup, PluginError) as failures:
+        cause = root_cause(failures) if isinstance(failures, ExceptionGroup) else failures
         raise ConfigError(f"{cause} (found on simulated servers; run.rehearsal=false asks none)") from cause
     if not run.trained:
         dead = [f": {error}" for error in run.journal.dead.values()]
@@ -67,7 +67,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
     sampling = config.sampling.model_copy(update={"max_response_tokens": short})
     policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
     if isinstance(policy, ScheduleChecker):  # it may keep something of the prompts that it supervises later
-        policy.check(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
+        policy.check(islice(plan.schedule, max(PROMPTS, plan.schedule.iterations * config.training.batch_size)))
     needs = policy.needs
     widths = {role: files.vocab_size for role, files in {"student": plan.student, **plan.teachers}.items()}
     teachers = {

@@ -222,7 +222,8 @@ def domain_words(means: Mapping[str, float]) -> str:
     domains = of_each([means], "rollout", "accuracy")
     said = [f"{domain} {percent(means[name], 1)}" for domain, name in domains.items() if domain != "rollout"]
     for teacher, name in of_each([means], "teacher", "pull_nats").items():
-        said.append(f"{teacher}: entropy {means[f'teacher/{teacher}/entropy_nats']:.2f}, pull {means[name]:+.2f}")
+        entropy = means.get(f"teacher/{teacher}/entropy_nats")  # none where it has no rows
+        said.append(f"{teacher}: {'' if entropy is None else f'entropy {entropy:.2f}, '}pull {means[name]:+.2f}")
     return ", ".join(said)
 
 

@@ -176,7 +176,7 @@ def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False)
         return max(supervision_s, deadlines_s + MARGIN_S)
 
     evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
-    training_s = (1 + revises) * config.training.step_timeout_s  # a look, and the step
+    training_s = (3 if revises else 1) * config.training.step_timeout_s  # a look, `revise`, and the step
     start_s = max(each.serving.start_timeout_s for each in config.models.values())
     sleeps = any(getattr(each.backend, "sleep_while_training", False) for each in config.models.values())
     return SilenceLimits(

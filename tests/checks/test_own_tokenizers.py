@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
 
+from spot_async.checks.capabilities import check_capabilities, sums_ends
 from spot_async.checks.plan import plan_training, plan_warnings
 from spot_async.config.loading import config_from
 from spot_async.errors import SpotError
 from spot_async.running.rehearsal import rehearse
+from spot_async.testing.services import capabilities
 
 REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
 
@@ -64,8 +68,6 @@ def refusal(given: dict[str, Any]) -> str:
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, words):
-    import re
-
     given = tree(models, name, **changes)
     if name == "rewriting":
         problems = [{"id": f"p{n}", "problem": f"a=1{n}", "answer": "1"} for n in range(8)]
@@ -101,6 +103,31 @@ def test_the_student_reads_its_own_template_and_the_teacher_the_same_text_in_its
     assert plan.stop_token_ids == plan.student.vocabulary.end_token_ids
     assert plan.common.limit is None
     assert plan.policy_model is plan.student
+
+
+def test_its_server_must_have_the_vocabulary_of_its_files(models):
+    config = config_from(tree(models, "joined"))
+    plan = plan_training(config, starts=False)
+    student, teacher = (capabilities(48, vocab_fingerprint=each) for each in ("ours", "theirs"))
+    found = {"student": student, "teacher": teacher}
+    check_capabilities(config, plan.policy.needs, found, own_fingerprints={"teacher": "theirs"})
+    with pytest.raises(SpotError, match=r"teacher\.model: teacher\.backend serves another vocabulary"):
+        check_capabilities(config, plan.policy.needs, found, own_fingerprints={"teacher": "another"})
+
+
+def test_its_further_ends_are_asked_for_where_ends_are_summed(models, tmp_path):
+    several = shutil.copytree(models["joined"], tmp_path / "several")
+    path = several / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, 2]}))
+    for name, given in (("joined", models), ("several", {**models, "several": several})):
+        summed = tree(given, name) | {"stages": {"score": {"end_token": "sum"}}}
+        config = config_from(summed)
+        if name == "joined":
+            plan = plan_training(config, starts=False)
+            assert not sums_ends(config, plan.policy.needs, plan.student, plan.teachers["teacher"])
+        else:
+            plan = plan_training(config, starts=False)
+            assert sums_ends(config, plan.policy.needs, plan.student, plan.teachers["teacher"])
 
 
 POLICY = """

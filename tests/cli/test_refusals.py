@@ -79,8 +79,8 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     run = RunDirectory.create(tmp_path / "run", load_config(Path("configs/quickstart.yaml")))
     assert_refused(resume(str(run.path)), "it has no checkpoint to resume from")
     whole = (run.path / "run.json").read_text()
-    (run.path / "run.json").write_text(whole.replace('"format": 3', '"format": 1'))
-    assert_refused(resume(str(run.path)), "has format 1, and this spot-async continues runs of format 3 only")
+    (run.path / "run.json").write_text(whole.replace('"format": 4', '"format": 1'))
+    assert_refused(resume(str(run.path)), "has format 1, and this spot-async continues runs of format 4 only")
     (run.path / "run.json").write_text(whole)
     assert_refused(
         resume(str(run.path), "training.learning_rate=1"),

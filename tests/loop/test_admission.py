@@ -100,7 +100,8 @@ class AnyRun(RuleBasedStateMachine):
         return [ordinal for ordinal in self.of(*LIVE) if not self.is_in_vain(ordinal)]
 
     def held_bytes(self):
-        return sum(self.prompts[ordinal][1] for ordinal in self.placed())
+        """Also of those that fill no place: their records wait for the batch all the same."""
+        return sum(self.prompts[ordinal][1] for ordinal in self.of(*LIVE))
 
     def before_the_first_that_runs(self):
         return itertools.takewhile(lambda ordinal: self.prompts[ordinal][0] != "running", self.prompts)

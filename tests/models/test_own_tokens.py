@@ -225,6 +225,36 @@ def test_special_tokens_are_matched_by_text_or_by_name_and_letters_that_spell_th
     ]
 
 
+@pytest.mark.parametrize("of_student", [True, False])
+def test_a_token_that_only_one_side_calls_special_is_matched_by_its_text_too(of_student):
+    text = "<tool>"
+    with_text = of_bytes("", specials=("</s>", text))
+    plain = of_bytes("", specials=("</s>",))
+    plain.add_tokens([text])
+    student, teacher = (with_text, plain) if of_student else (plain, with_text)
+    pair = OwnTokens(
+        *(TokenBytes(each, len(each)) for each in (student, teacher)),
+        teacher,
+        student_ends=[student.eos_token_id],
+        teacher_ends=[teacher.eos_token_id],
+    )
+    tool = student.convert_tokens_to_ids(text)
+    reading = pair.read(np.array([tool, *student.encode("12"), student.eos_token_id], np.int32))
+    assert reading.ids[0] == teacher.convert_tokens_to_ids(text)
+    assert (reading.ours != UNKNOWN).all()
+
+
+def test_a_token_beyond_the_teachers_softmax_is_unknown_from_there_on():
+    short = TokenBytes(WORDS, 257)
+    pair = OwnTokens(
+        TABLES["numbers"], short, WORDS, student_ends=[NUMBERS.eos_token_id], teacher_ends=[WORDS.eos_token_id]
+    )
+    reading = pair.read(ended("12 the sum"))
+    assert reading.ours[0] != UNKNOWN
+    assert reading.ours[-1] == UNKNOWN
+    assert reading.ids.max() < 257
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

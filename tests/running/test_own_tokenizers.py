@@ -100,7 +100,37 @@ async def test_a_teacher_that_joins_tokens_says_of_chunks_what_its_model_does(
         assert not np.isnan(said[:-2]).any()
     (first, *_) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert first["teacher/masked"] < 0.1
+    assert 0.5 < first["teacher/chunked"] < 1
+    assert {len(each["teacher_chunks"]) == len(each["response_ids"]) for each in samples} == {True}
     assert "teacher/entropy_nats" not in first
+
+
+async def test_beside_one_with_the_students_tokens_each_pulls_in_its_own_way(
+    models, tmp_path, servers_on_threads, trainer_on_thread
+):
+    await spot_async.run_async(
+        {
+            "student": {"model": str(models["student"])},
+            "teachers": {"same": {"model": str(models["teacher"])}, "other": joined(models)},
+            "data": {"train": str(ROOT / "examples/running_sum/data/heldout.jsonl")},
+            "prompt": {"instruction": ""},
+            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
+            "policy": "opd",
+            "training": {"iterations": 1, "batch_size": 4, "mini_batch_size": 4},
+            "run": {"directory": str(tmp_path / "run")},
+        }
+    )
+    for each in samples_of(tmp_path / "run"):
+        same, other = (each["teachers"][name] for name in ("same", "other"))
+        assert "teacher_chunks" not in same
+        assert max(Counter(other["teacher_chunks"]).values()) == 2
+        known = np.array(other["teacher_chunks"]) >= 0
+        said = [np.array([value or 0.0 for value in one["teacher_logprobs"]]) for one in (same, other)]
+        # A chunk's sum is the same teacher's, whose tokens the other one joins.
+        assert said[0][known].sum() == pytest.approx(said[1][known].sum(), abs=2e-3)
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0.5 < row["teacher/other/chunked"] < 1
+    assert "teacher/same/chunked" not in row
 
 
 @pytest.mark.long

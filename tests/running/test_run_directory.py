@@ -181,14 +181,14 @@ def test_the_best_average_decides_what_is_best(run):
 def test_a_run_of_before_is_read_and_not_continued(run):
     (run.path / "run.json").write_text('{"format": 1}')
     assert RunFiles(run.path).metrics() == []
-    with pytest.raises(DataError, match=r"has format 1, and .* continues runs of format 3 only: finish the run with"):
+    with pytest.raises(DataError, match=r"has format 1, and .* continues runs of format 4 only: finish the run with"):
         RunDirectory.open_own(run.path)
 
 
 def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):
     assert RunDirectory.open(run.path).path == run.path
-    (run.path / "run.json").write_text(json.dumps({"format": 4, "new": "things"}))
-    with pytest.raises(DataError, match=r"has format 4, newer than this spot-async can read \(3\)"):
+    (run.path / "run.json").write_text(json.dumps({"format": 5, "new": "things"}))
+    with pytest.raises(DataError, match=r"has format 5, newer than this spot-async can read \(4\)"):
         RunDirectory.open(run.path)
     for text in (b"[1]", b"{}", b"no json", b'{"format":1,"command":"\xff"}'):
         (run.path / "run.json").write_bytes(text)

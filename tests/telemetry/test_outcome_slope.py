@@ -22,7 +22,7 @@ from spot_async.run_directory.reading import RunFiles
 from spot_async.running.summary import TrainOutcome
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import IterationWarning
-from spot_async.telemetry.outcome_slope import OutcomeHistory, outcome_metrics, outcome_words, ratio_sums
+from spot_async.telemetry.outcome_slope import OutcomeHistory, opinion, outcome_metrics, outcome_words, ratio_sums
 from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
@@ -239,6 +239,16 @@ def test_errors_are_those_of_redrawn_batches(responses):
         errors.append(found["teacher/outcome_slope_standard_error"])
     assert {name: 0.9 < np.mean(each) < 0.99 for name, each in held.items()} == dict.fromkeys(names, True)
     assert np.mean(np.square(errors)) == pytest.approx(np.var(values), rel=0.25)
+
+
+def test_a_sample_whose_record_has_chunks_is_counted_by_them():
+    record = {"problem_id": "p", "verdict": "correct", "behavior_logprobs": [-1.0, -1.0, -2.0]}
+    said = {"teacher_logprobs": [-0.5, -0.5, -2.0]}
+    for chunks, expected in (({}, np.expm1(0.5) * 2), ({"teacher_chunks": [0, 0, 1]}, np.expm1(1.0))):
+        found = opinion(record, said | chunks)
+        assert found is not None
+        assert found.sums.excess == pytest.approx(expected)
+    assert opinion(record, said | {"teacher_chunks": [0]}) is None
 
 
 def test_the_ratio_of_a_chunk_counts_as_that_of_a_token():

@@ -204,6 +204,10 @@ def test_a_weight_that_differs_inside_a_chunk_is_its_mean():
     for term in (pull(scores, weights), weighted(pull(scores), weights)):
         assert term.weights is not None
         assert term.weights.tolist() == [2.0, 2.0, 5.0, 0.5, 0.5]
+    for mask in (weights > 1, (weights > 1).astype(np.int64)):
+        kept = weighted(pull(scores), mask).weights
+        assert kept is not None
+        assert kept.tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
     unknown = msgspec.structs.replace(scores, chunks=chunks_of([2, 1, -1, -1]), valid=chunks_of([2, 1, -1, -1]) >= 0)
     term = weighted(pull(unknown), np.array([1.0, 3.0, 5.0, np.nan, 7.0]))
     assert term.weights is not None

@@ -247,8 +247,12 @@ def chunk_at(sample: SampleRecord, position: int) -> tuple[int, int]:
     chunks = sample.teacher_chunks or ()
     if len(chunks) != len(sample.response_ids) or chunks[position] == UNKNOWN:
         return position, position
-    first = chunks.index(chunks[position])
-    return first, first + chunks.count(chunks[position]) - 1
+    first = last = position
+    while first and chunks[first - 1] == chunks[position]:
+        first -= 1
+    while last + 1 < len(chunks) and chunks[last + 1] == chunks[position]:
+        last += 1
+    return first, last
 
 
 def difference(sample: SampleRecord, position: int) -> float | None:
