@@ -220,8 +220,6 @@ def difference(model: Pull, live: Live) -> FloatArray:
     if model.weights is not None:
         where = where & (model.weights != 0)
     differences = np.where(where, model.logprobs - live.logprobs, np.float32(0))
-    if model.chunks is None:
-        return differences
     shares = chunk_shares(np.where(where, live.logprobs, np.float32(0)), model.chunks)
     return np.where(where, shares * chunk_sums(differences, model.chunks), 0).astype(np.float32)
 

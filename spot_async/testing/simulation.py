@@ -287,8 +287,7 @@ class ScriptedStages:
         self.candidates: list[tuple[list[int], list[list[int]]]] = []  # positions and ids the student was asked about
         self.probed: list[tuple[int, int, int]] = []  # position, candidate and number of each probe
         self.verified: list[tuple[int, ...]] = []
-        self.read_by_teacher: list[IntArray | None] = []  # the `prompt_ids` of each request to the teacher
-        self.teachers_asked: list[str] = []  # the name in each of these requests
+        self.teachers_asked: list[str] = []  # the name in each request to a teacher
         self._verdict = verdict
         self._verdicts = verdicts or {}
         self._teachers = teachers
@@ -333,9 +332,8 @@ class ScriptedStages:
         self._scores_of(**asked)
         return np.full(candidate_ids.shape, np.log(0.1), np.float32)
 
-    def _scores_of(self, *, teacher: str = "", prompt_ids: IntArray | None = None, **others: Any) -> TokenScores:
+    def _scores_of(self, *, teacher: str = "", **others: Any) -> TokenScores:
         """Note a request to a teacher, and return its scores."""
-        self.read_by_teacher.append(prompt_ids)
         self.teachers_asked.append(teacher)
         return self.scores if self._teachers is None else self._teachers[teacher]
 
