@@ -9,7 +9,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +16,8 @@ import pytest
 
 from spot_async.base.tasks import while_alive
 from spot_async.errors import SpotError
-from spot_async.types import Capabilities, Float64Array, Int64Array, TokenScores
-
-if TYPE_CHECKING:
-    from spot_async.testing.conformance.subject import Subject
-
+from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
+from spot_async.types import Capabilities, Float64Array, IntArray, TokenScores
 
 # A difference up to this many times the tolerance is looked at once more. In float32, rounding alone takes one of some
 # 200,000 log-probabilities beyond 2e-5 nats (2.4e-5 is the largest seen), and some checks compare 8,000. A real error
@@ -201,10 +197,29 @@ def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.Arr
     return max(largest(served, of_tokens(exact, topk_ids)), largest(served, best))
 
 
-def inner(scores: TokenScores) -> Int64Array:
-    """Return the known positions but the first and the last, which have checks of their own."""
+def largest_of_scores(exact: Rows, response: IntArray, scores: TokenScores) -> float:
+    """Return `largest` for the known positions but the first and the last, which have checks of their own."""
     positions = np.flatnonzero(scores.known)
-    return positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
+    here = positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
+    return largest(scores.logprobs[here], of_tokens(exact, response)[here])
+
+
+async def scored(subject: Subject, number: int) -> float:
+    """Score a response once, and return the largest difference to the exact log-probabilities, in nats."""
+    prompt = subject.prompt(100 + number, PROMPT_TOKENS + number % 7)
+    response = subject.tokens(8 + number % 23, seed=100 + number)
+    scores = await subject.score(prompt, response)
+    return largest_of_scores(await subject.exact(prompt, response), response, scores)
+
+
+async def chosen(subject: Subject, number: int) -> float:
+    """Do as `scored` with two tokens of a response that are asked for by themselves."""
+    prompt = subject.prompt(100 + number, PROMPT_TOKENS + number % 7)
+    response = subject.tokens(8 + number % 23, seed=100 + number)
+    positions = np.array([1, len(response) - 2], np.int32)
+    served = await subject.candidates(prompt, response, positions, response[positions][:, None])
+    exact = await subject.exact(prompt, response)
+    return largest(served[:, 0], of_tokens(exact, response)[positions])
 
 
 def require(holds: bool, otherwise: str, nats: float | None = None) -> None:

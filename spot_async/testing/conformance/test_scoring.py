@@ -16,8 +16,8 @@ from spot_async.testing.conformance.contract import (
     Violation,
     check,
     entropy,
-    inner,
     largest,
+    largest_of_scores,
     largest_of_topk,
     not_offered,
     of_tokens,
@@ -39,8 +39,7 @@ async def test_score_parity(subject: Subject) -> Finding:
     nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
         tokens, masked = tokens + len(response), masked + len(response) - int(scores.known.sum())
-        here = inner(scores)
-        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
+        nats = max(nats, largest_of_scores(exact, response, scores))
     require_close(nats, subject.tolerance_nats, "log-probabilities of given tokens")
     require(masked < tokens, f"all {tokens} positions are masked: the server tokenises every one differently")
     return Finding(f"{RESPONSES} responses, {tokens} tokens" + f", {masked} of them masked" * (masked > 0), nats)
@@ -145,9 +144,8 @@ async def test_score_temperature(subject: Subject) -> Finding:
             return Finding(f"1; {COOL} is refused")
         exact = await subject.exact(prompt, response, temperature=COOL, convention=convention)
         wrong = await subject.exact(prompt, response, temperature=1.0 if convention == "request" else COOL)
-        here = inner(scores)
-        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
-        other = max(other, largest(scores.logprobs[here], of_tokens(wrong, response)[here]))
+        nats = max(nats, largest_of_scores(exact, response, scores))
+        other = max(other, largest_of_scores(wrong, response, scores))
     said = "that of the request" if convention == "request" else "1 whatever the request says"
     if nats > subject.tolerance_nats / COOL and other <= subject.tolerance_nats / COOL:
         raise Violation(f"capabilities say {said}, but scores are at the other", nats)
@@ -186,8 +184,7 @@ async def test_longest_score(subject: Subject) -> Finding:
         require(subject.capabilities.weight_update, f"{context} tokens fill the context, but are refused")
         prompt = prompt[1:]
         scores = await subject.score(prompt, response)
-    exact, here = await subject.exact(prompt, response), inner(scores)
-    nats = largest(scores.logprobs[here], of_tokens(exact, response)[here])
+    nats = largest_of_scores(await subject.exact(prompt, response), response, scores)
     tokens = len(prompt) + len(response)
     require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {tokens} tokens")
     try:

@@ -20,12 +20,13 @@ from spot_async.testing.conformance.contract import (
     Finding,
     Violation,
     check,
-    inner,
+    chosen,
     largest,
     not_offered,
     of_tokens,
     require,
     require_close,
+    scored,
 )
 from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
 
@@ -82,8 +83,8 @@ async def test_versions(subject: Subject) -> Finding:
 async def test_concurrency(subject: Subject) -> Finding:
     """Many different requests at once: each gets its own reply."""
     offered = [_generated] if subject.capabilities.generation and subject.capabilities.sampled_token_ids else []
-    offered += [_scored] if subject.capabilities.max_top_k else []
-    offered += [_chosen] if subject.capabilities.candidate_logprobs != "none" else []
+    offered += [scored] if subject.capabilities.max_top_k else []
+    offered += [chosen] if subject.capabilities.candidate_logprobs != "none" else []
     found = await gather(offered[i % len(offered)](subject, i) for i in range(REQUESTS))
     nats = max(found)
     require_close(nats, subject.tolerance_nats, f"some of {REQUESTS} replies asked for at once")
@@ -196,21 +197,3 @@ async def _generated(subject: Subject, number: int) -> float:
     reply = await subject.generate(prompt, max_tokens=8 + number % 23)
     exact = await subject.exact(prompt, reply.token_ids)
     return largest(reply.logprobs[INNER], of_tokens(exact, reply.token_ids)[INNER])
-
-
-async def _scored(subject: Subject, number: int) -> float:
-    prompt = subject.prompt(100 + number, PROMPT_TOKENS + number % 7)
-    response = subject.tokens(8 + number % 23, seed=100 + number)
-    scores = await subject.score(prompt, response)
-    exact = await subject.exact(prompt, response)
-    here = inner(scores)
-    return largest(scores.logprobs[here], of_tokens(exact, response)[here])
-
-
-async def _chosen(subject: Subject, number: int) -> float:
-    prompt = subject.prompt(100 + number, PROMPT_TOKENS + number % 7)
-    response = subject.tokens(8 + number % 23, seed=100 + number)
-    positions = np.array([1, len(response) - 2], np.int32)
-    served = await subject.candidates(prompt, response, positions, response[positions][:, None])
-    exact = await subject.exact(prompt, response)
-    return largest(served[:, 0], of_tokens(exact, response)[positions])

@@ -17,12 +17,13 @@ from spot_async.testing.conformance.contract import (
     Finding,
     Violation,
     check,
-    inner,
+    chosen,
     largest,
     not_offered,
     of_tokens,
     require,
     require_close,
+    scored,
 )
 from spot_async.testing.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.types import Generation, IntArray, WeightVersion
@@ -159,17 +160,9 @@ async def _serves_only(subject: Subject, version: WeightVersion, when: str) -> f
         seen == {version}, f"{when} tokens say they are of weights {', '.join(sorted(map(str, seen)))}, not {version}"
     )
     if subject.capabilities.max_top_k:
-        response = subject.tokens(RESPONSE_TOKENS, seed=9)
-        scores = await subject.score(prompts[0], response)
-        exact = await subject.exact(prompts[0], response)
-        here = inner(scores)
-        nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
+        nats = max(nats, await scored(subject, 9))
     if subject.capabilities.candidate_logprobs != "none":
-        response = subject.tokens(RESPONSE_TOKENS, seed=9)
-        at = np.array([1, 5], np.int32)
-        served = await subject.candidates(prompts[0], response, at, response[at][:, None], version=version)
-        exact = await subject.exact(prompts[0], response)
-        nats = max(nats, largest(served[:, 0], of_tokens(exact, response)[at]))
+        nats = max(nats, await chosen(subject, 9))
     require_close(nats, subject.tolerance_nats, f"{when} log-probabilities")
     return nats
 
