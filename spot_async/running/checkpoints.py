@@ -215,18 +215,13 @@ def _move_aside(run: Path, step: int) -> None:
 
 def put_aside(run: Path, paths: Iterable[Path]) -> None:
     """Move files and directories of a run to `rolled-back/`, for good. Raise StorageError where the disk refuses."""
-    found = sorted(paths)
-    for each in found:
+    for each in sorted(paths):
         target = run / ROLLED_BACK / each.relative_to(run)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.is_dir():
                 shutil.rmtree(target)
             each.replace(target)
+            flush_to_disk(each.parent)
         except OSError as error:
             raise StorageError(f"cannot move {each} to {target}: {error.strerror}") from None
-    try:
-        for parent in {each.parent for each in found}:
-            flush_to_disk(parent)
-    except OSError as error:
-        raise StorageError(f"cannot move files to {run / ROLLED_BACK}: {error.strerror}") from None
