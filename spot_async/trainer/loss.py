@@ -83,7 +83,6 @@ def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask:
 class WeightStatistics(NamedTuple):
     """Sums of importance weights, of which the effective sample size follows, by the names of `metrics.Tally`."""
 
-    compared_tokens: Tensor
     sampling_weight: Tensor
     sampling_weight_squared: Tensor
 
@@ -92,7 +91,7 @@ class WeightStatistics(NamedTuple):
 def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> WeightStatistics:
     """Return sums of `pi_trainer / pi_served`, not capped, over the tokens where `mask` (same shape, bool) is true."""
     weights = limited_log_ratio(trainer_logprobs, served_logprobs).double().exp().masked_fill(~mask, 0.0)
-    return WeightStatistics(mask.sum(), weights.sum(), weights.square().sum())
+    return WeightStatistics(weights.sum(), weights.square().sum())
 
 
 class RatioStatistics(NamedTuple):

@@ -58,7 +58,6 @@ _SUMS = (
     "staleness_tokens",
     "staleness",
     "staleness_kl",
-    "compared_tokens",
     "sampling_weight",
     "sampling_weight_squared",
 )
@@ -163,7 +162,7 @@ class Tally:
         if sums["lag"]:
             found["lag_mean"] = sums["lag"] / sums["sampled_tokens"]
         if sums["staleness_tokens"]:
-            squares = sums["compared_tokens"] * sums["sampling_weight_squared"]
+            squares = (sums["mismatch_tokens"] + sums["staleness_tokens"]) * sums["sampling_weight_squared"]
             found["effective_sample_share"] = sums["sampling_weight"] ** 2 / squares
         if updates := len(grad_norms):
             found |= {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
