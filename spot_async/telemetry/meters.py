@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 
@@ -144,17 +144,9 @@ def stage_metrics(name: str, now: StageCounters, last: StageCounters, elapsed_s:
     return {f"stage/{name}/{metric}": value for metric, value in metrics.items()}
 
 
-@runtime_checkable
-class Pool(Protocol):
-    """What telemetry reads of a backend that stands for several servers."""
-
-    @property
-    def replicas(self) -> Sequence[ReplicaStatus]: ...
-
-
-def replica_states(backends: Mapping[str, object]) -> dict[str, Sequence[ReplicaStatus]]:
+def replica_states(backends: Mapping[str, Any]) -> dict[str, Sequence[ReplicaStatus]]:
     """Return the replicas of those backends that are pools, by role."""
-    return {role: each.replicas for role, each in backends.items() if isinstance(each, Pool)}
+    return {role: each.replicas for role, each in backends.items() if hasattr(each, "replicas")}
 
 
 def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
