@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from spot_async.types import Sample
@@ -42,29 +43,27 @@ def is_trained(samples: Sequence[Sample]) -> bool:
     return any(sample.supervision is not None for sample in samples)
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueueSettings:
+    """How many prompts may be admitted, and how many of them a batch takes."""
+
+    iterations: int
+    batch_size: int
+    max_staleness: int
+    capacity_prompts: int  # of the supervision queue
+    capacity_bytes: int  # of the queue too: worst cases of running prompts, and what finished ones hold
+    refill_at_most: int | None = None  # batches that teach nothing, before the run ends; None: batches do not refill
+
+
 class AdmissionBook:
     """Holds every admitted prompt by its ordinal, in exactly one state.
 
     Those that run, are queued or are in a batch have a place, but for those without supervision if batches refill.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        iterations: int,
-        max_staleness: int,
-        capacity_prompts: int,
-        capacity_bytes: int,
-        refill_at_most: int | None = None,
-    ) -> None:
-        """Begin a book. `refill_at_most`, in batches: see `training.refill_at_most`; None: batches do not refill."""
-        self._batch_size = batch_size
-        self._iterations = iterations
-        self._max_staleness = max_staleness
-        self._capacity_prompts = capacity_prompts
-        self._capacity_bytes = capacity_bytes
-        self._refill_at_most = refill_at_most
+    def __init__(self, settings: QueueSettings) -> None:
+        self._settings = settings
+        self._refills = settings.refill_at_most is not None
         self._states: dict[int, PromptState] = {}
         self._counts: Counter[PromptState] = Counter()
         self._places: dict[int, int] = {}  # bytes: reserved while it runs, really held once it is finished
@@ -120,11 +119,12 @@ class AdmissionBook:
         once the weights that all its samples must come from are served (Algorithm 1). No prompt is admitted that no
         iteration is left for, nor one so far ahead of a slow one that `refill_at_most` could be exceeded unseen.
         """
-        batches = min(self._max_staleness + served + 1, self._iterations)
+        settings = self._settings
+        batches = min(settings.max_staleness + served + 1, settings.iterations)
         fed = sum(self._counts[state] for state in FED)
-        is_early = len(self._places) + fed >= batches * self._batch_size
-        ahead = (self._max_staleness + 1 + (self._refill_at_most or 0)) * self._batch_size
-        is_far = self._refill_at_most is not None and len(self._unsettled) >= ahead
+        is_early = len(self._places) + fed >= batches * settings.batch_size
+        ahead = (settings.max_staleness + 1 + (settings.refill_at_most or 0)) * settings.batch_size
+        is_far = self._refills and len(self._unsettled) >= ahead
         return not (is_early or is_far) and self._has_room(worst_case_bytes)
 
     # What happens to prompts. Each raises ValueError for what cannot happen, such as training on a prompt twice.
@@ -144,7 +144,7 @@ class AdmissionBook:
         self._held_bytes += held_bytes - self._places[ordinal]
         self._places[ordinal] = held_bytes
         self._waiting[ordinal] = samples
-        if self._refill_at_most is not None and not is_trained(samples):
+        if self._refills and not is_trained(samples):
             self._vain_bytes[ordinal] = self._places.pop(ordinal)
         self._settle()
 
@@ -161,9 +161,9 @@ class AdmissionBook:
     def take_batch(self) -> list[Finished] | None:
         """Return the next prompts in admission order, with their samples; None while the batch is not complete."""
         lengths = [length for length, ordinal in enumerate(self._ready, start=1) if self.fills(ordinal)]
-        if len(lengths) < self._batch_size:
+        if len(lengths) < self._settings.batch_size:
             return None
-        ordinals = [self._ready.popleft() for _ in range(lengths[self._batch_size - 1])]
+        ordinals = [self._ready.popleft() for _ in range(lengths[self._settings.batch_size - 1])]
         for ordinal in ordinals:
             self._move(ordinal, PromptState.QUEUED, PromptState.BATCHED)
         return [(ordinal, self._waiting.pop(ordinal)) for ordinal in ordinals]
@@ -190,8 +190,9 @@ class AdmissionBook:
         Bytes never bar the prompts of one batch. Otherwise some that turned out larger than was reserved could keep
         their own batch from ever being full.
         """
-        has_bytes = self._held_bytes + worst_case_bytes <= self._capacity_bytes
-        return len(self._places) < self._capacity_prompts and (has_bytes or len(self._places) < self._batch_size)
+        settings, held = self._settings, len(self._places)
+        has_bytes = self._held_bytes + worst_case_bytes <= settings.capacity_bytes
+        return held < settings.capacity_prompts and (has_bytes or held < settings.batch_size)
 
     def _move(self, ordinal: int, before: PromptState | None, after: PromptState) -> None:
         state = self._states.get(ordinal)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import structlog
 
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
-from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
+from spot_async.loop.admission import AdmissionBook, Finished, PromptState, QueueSettings, is_trained
 from spot_async.loop.events import IterationFinished, OrchestratorState, Phases, PhaseTimes, PromptEnded, StepBegan
 from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
 from spot_async.loop.resuming import Records, StateSaver
@@ -48,20 +48,14 @@ async def at_once(function: Callable[..., T], *given: Any) -> T:
     return function(*given)
 
 
-@dataclass(frozen=True)
-class OrchestratorSettings:
+@dataclass(frozen=True, kw_only=True)
+class OrchestratorSettings(QueueSettings):
     """What an orchestrator needs to know: from the configuration, and from what was planned with it."""
 
-    iterations: int
-    batch_size: int
-    max_staleness: int
-    capacity_prompts: int  # of the supervision queue
-    capacity_bytes: int  # of the queue too: worst cases of running prompts, and what finished ones hold
     max_response_tokens: int
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
-    refill_at_most: int | None = None  # batches that teach nothing, before the run ends; None: batches do not refill
     teacher_lag: int = 0  # iterations by which a teacher that follows the student may lag behind what it serves
     compute: Compute = at_once  # how a policy's numpy is done that may take long
 
@@ -89,14 +83,7 @@ class Orchestrator:
         """
         self.state = OrchestratorState()
         self.stages = stages
-        self.book = AdmissionBook(
-            batch_size=settings.batch_size,
-            iterations=settings.iterations,
-            max_staleness=settings.max_staleness,
-            capacity_prompts=settings.capacity_prompts,
-            capacity_bytes=settings.capacity_bytes,
-            refill_at_most=settings.refill_at_most,
-        )
+        self.book = AdmissionBook(settings)
         self._settings = settings
         self._prompts = iter(prompts)
         self._policy = policy

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spot_async.loop.admission import AdmissionBook, PromptState
+from spot_async.loop.admission import AdmissionBook, PromptState, QueueSettings
 
 LIVE = ("running", "queued", "batched")
 FREE = 1 << 30
 
 
 def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE, iterations=100, refill=None):
-    return AdmissionBook(
+    settings = QueueSettings(
         batch_size=batch_size,
         iterations=iterations,
         max_staleness=max_staleness,
@@ -25,6 +25,7 @@ def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FRE
         capacity_bytes=capacity_bytes,
         refill_at_most=refill,
     )
+    return AdmissionBook(settings)
 
 
 def group(*, has_trained=True):
