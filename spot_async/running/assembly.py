@@ -124,6 +124,23 @@ def make_stages(
     return Stages(asked, settings, plan.policy.needs, events)
 
 
+def orchestrator_settings(config: Config, plan: TrainPlan) -> OrchestratorSettings:
+    return OrchestratorSettings(
+        iterations=plan.schedule.iterations,
+        batch_size=config.training.batch_size,
+        max_staleness=config.max_staleness,
+        capacity_prompts=config.queue_capacity_prompts,
+        capacity_bytes=config.queue.capacity_bytes,
+        max_response_tokens=config.sampling.max_response_tokens,
+        vocab_size=plan.student.vocab_size,
+        weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
+        max_dead_share=config.run.max_dead_share,
+        refill_at_most=config.training.refill_at_most if config.training.refill else None,
+        teacher_lag=config.teacher_lag,
+        compute=partial(computed, config.training.step_timeout_s),
+    )
+
+
 def make_orchestrator(
     config: Config,
     plan: TrainPlan,
@@ -134,20 +151,7 @@ def make_orchestrator(
     records: Records,
 ) -> Orchestrator:
     return Orchestrator(
-        OrchestratorSettings(
-            iterations=plan.schedule.iterations,
-            batch_size=config.training.batch_size,
-            max_staleness=config.max_staleness,
-            capacity_prompts=config.queue_capacity_prompts,
-            capacity_bytes=config.queue.capacity_bytes,
-            max_response_tokens=config.sampling.max_response_tokens,
-            vocab_size=plan.student.vocab_size,
-            weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
-            max_dead_share=config.run.max_dead_share,
-            refill_at_most=config.training.refill_at_most if config.training.refill else None,
-            teacher_lag=config.teacher_lag,
-            compute=partial(computed, config.training.step_timeout_s),
-        ),
+        orchestrator_settings(config, plan),
         prompts=plan.schedule,
         policy=plan.policy,
         stages=stages,

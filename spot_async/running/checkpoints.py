@@ -15,6 +15,7 @@ from spot_async.checks.machine import shortage
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.loop.admission import FED, PromptState, is_trained
+from spot_async.loop.orchestrator import OrchestratorSettings
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
@@ -91,16 +92,7 @@ class RunCheckpoints:
         await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
 
 
-def go_back(
-    directory: RunDirectory,
-    beginning: Manifest,
-    ledger: Ledger,
-    *,
-    max_staleness: int,
-    batch_size: int,
-    refills: bool = False,
-    teacher_lag: int = 0,
-) -> Resumption:
+def go_back(directory: RunDirectory, beginning: Manifest, ledger: Ledger, settings: OrchestratorSettings) -> Resumption:
     """Undo what a run did after the step at which it begins once more, and return what an orchestrator continues from.
 
     Weights that were published since are moved aside. Doing this twice does no more than doing it once, so a kill in
@@ -119,20 +111,14 @@ def go_back(
         directory.path, [DeadLetter(ordinal=r.ordinal, problem_id=r.problem_id, reason=r.reason or "") for r in dead]
     )
     settled = {row.ordinal: ENDS[row.state] for row in rows if row.state in ENDS}
-    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, refills, teacher_lag)
+    kept = _reusable(rows, ledger, beginning, settings)
     # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
     ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get, ledger.accuracy)
 
 
 def _reusable(
-    rows: Sequence[PromptRow],
-    ledger: Ledger,
-    beginning: Manifest,
-    max_staleness: int,
-    batch_size: int,
-    refills: bool,
-    teacher_lag: int,
+    rows: Sequence[PromptRow], ledger: Ledger, beginning: Manifest, settings: OrchestratorSettings
 ) -> dict[int, Sequence[Sample]]:
     """Return the samples that were finished and not trained on, of prompts whose weights still count.
 
@@ -145,12 +131,12 @@ def _reusable(
         if row.state in ENDS:
             continue
         samples = ledger.samples(row.ordinal) if row.state == "queued" else None
-        fills = samples is None or not refills or is_trained(samples)
-        batch, place = place // batch_size, place + fills
+        fills = samples is None or settings.refill_at_most is None or is_trained(samples)
+        batch, place = place // settings.batch_size, place + fills
         if samples is None:
             continue
-        oldest = batch - max_staleness
-        renamed = [_renamed(each, beginning.lineages, oldest, oldest - teacher_lag) for each in samples]
+        oldest = batch - settings.max_staleness
+        renamed = [_renamed(each, beginning.lineages, oldest, oldest - settings.teacher_lag) for each in samples]
         if None not in renamed:
             found[row.ordinal] = [each for each in renamed if each is not None]
     return found

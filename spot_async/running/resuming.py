@@ -25,6 +25,7 @@ from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory, evaluation_files
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
+from spot_async.running.assembly import orchestrator_settings
 from spot_async.running.checkpoints import POLICY_FILE, go_back, put_aside
 from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.stages.plugin_contract import called, is_ours, state_of
@@ -148,15 +149,8 @@ class Beginnings:
         return beginning
 
     def _go_back(self, begun: Manifest, checkpoint: Checkpoint | None) -> Beginning:
-        resumption = go_back(
-            self._directory,
-            begun,
-            self._ledger,
-            max_staleness=self._config.max_staleness,
-            batch_size=self._config.training.batch_size,
-            refills=self._config.training.refill,
-            teacher_lag=self._config.teacher_lag,
-        )
+        settings = orchestrator_settings(self._config, self._plan)
+        resumption = go_back(self._directory, begun, self._ledger, settings)
         self._evaluations.go_back()
         if (state := self._state) is not None:
             if checkpoint is not None:

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from only_teacher import only
@@ -120,7 +121,8 @@ def part_of_a_run(path, policy, max_staleness, kill_s, teacher, *, stop_s=None):
             beginning = Manifest(step=found.manifest.step, lineages=lineages, keys="", data="")
             trainer = HashingTrainer(len(lineages) - 1, (found.directory / "weights").read_text())
         if any(True for _ in ledger.prompts()):
-            resumption = go_back(directory, beginning, ledger, max_staleness=max_staleness, batch_size=BATCH)
+            limits = {"max_staleness": max_staleness, "batch_size": BATCH, "refill_at_most": None, "teacher_lag": 0}
+            resumption = go_back(directory, beginning, ledger, SimpleNamespace(**limits))
         student = SimulatedStudent()
         student.version = WeightVersion(beginning.lineage, beginning.step)
         run = make_run(

@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -173,15 +174,13 @@ class ResumedDrill(Drill):
         if checkpoint is not None:
             saved = read_checkpoint(checkpoint.directory)
             require(saved == witness.line.weights[step], "I10", f"checkpoint {step} has weights of other batches")
-            self._resumption = go_back(
-                self._directory,
-                self._beginning,
-                self._ledger,
+            limits: Any = SimpleNamespace(
                 max_staleness=self.max_staleness,
                 batch_size=self.batch_size,
-                refills=self.refill_at_most is not None,
+                refill_at_most=self.refill_at_most,
                 teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             )
+            self._resumption = go_back(self._directory, self._beginning, self._ledger, limits)
             if state_of(policy := self._arguments[1]) is not None:
                 called(policy, "load_state_dict", json.loads((checkpoint.directory / POLICY_FILE).read_text()))
             self._spending.go_on()
