@@ -1,4 +1,4 @@
-"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator.
+"""Makes a run's parts from its configuration and plan: accounts, stages, settings.
 
 Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
@@ -16,10 +16,8 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import Opened
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
-from spot_async.loop.publishing import LiveEvaluation, LiveStudent
-from spot_async.loop.resuming import Records
-from spot_async.protocols import Trainer, Verifier
+from spot_async.loop.orchestrator import OrchestratorSettings
+from spot_async.protocols import Verifier
 from spot_async.replicas.leasing import Lease, LeaseRequest, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
@@ -138,24 +136,4 @@ def orchestrator_settings(config: Config, plan: TrainPlan) -> OrchestratorSettin
         refill_at_most=config.training.refill_at_most if config.training.refill else None,
         teacher_lag=config.teacher_lag,
         compute=partial(computed, config.training.step_timeout_s),
-    )
-
-
-def make_orchestrator(
-    config: Config,
-    plan: TrainPlan,
-    stages: Stages,
-    trainer: Trainer,
-    services: OpenServices,
-    evaluation: LiveEvaluation,
-    records: Records,
-) -> Orchestrator:
-    return Orchestrator(
-        orchestrator_settings(config, plan),
-        prompts=plan.schedule,
-        policy=plan.policy,
-        stages=stages,
-        trainer=trainer,
-        student=LiveStudent([services.student], services.sleepers, evaluation, services.following(config)),
-        records=records,
     )

@@ -19,12 +19,13 @@ from spot_async.config import Config
 from spot_async.errors import TrainerLostError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, RunEvent, StepBegan
-from spot_async.loop.publishing import LiveEvaluation
+from spot_async.loop.orchestrator import Orchestrator
+from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records, StopRequest
 from spot_async.protocols import Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
-from spot_async.running.assembly import make_orchestrator, make_stages
+from spot_async.running.assembly import make_stages, orchestrator_settings
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.running.resuming import Beginning
 from spot_async.running.run_evaluations import RunEvaluations
@@ -95,7 +96,16 @@ class Part:
         )
         records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
         evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live, run.evaluations.figures)
-        self.orchestrator = make_orchestrator(config, run.plan, stages, run.trainer, run.services, evaluation, records)
+        services = run.services
+        self.orchestrator = Orchestrator(
+            orchestrator_settings(config, run.plan),
+            prompts=run.plan.schedule,
+            policy=run.plan.policy,
+            stages=stages,
+            trainer=run.trainer,
+            student=LiveStudent([services.student], services.sleepers, evaluation, services.following(config)),
+            records=records,
+        )
 
     async def train(self, stop: StopRequest, *, starts_trainer: bool) -> TrainerLostError | None:
         """Train it. Return the loss of its trainer, if that is what ended it early."""
