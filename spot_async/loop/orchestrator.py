@@ -24,7 +24,7 @@ import structlog
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState, QueueSettings, is_trained
 from spot_async.loop.events import IterationFinished, OrchestratorState, Phases, PhaseTimes, PromptEnded, StepBegan
-from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
+from spot_async.loop.publishing import LiveStudent, WeightPublisher
 from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.protocols import Observer, Policy, Reviser, Trainer
@@ -88,7 +88,6 @@ class Orchestrator:
         self._prompts = iter(prompts)
         self._policy = policy
         self._trainer = trainer
-        self._sleepers = SleepingServers(student.sleepers, settings.weight_update_timeout_s)
         self._ledger = records.ledger
         self._resumption = records.resumption
         self._trained = self._resumption.version
@@ -103,7 +102,6 @@ class Orchestrator:
             stages,
             timeout_s=settings.weight_update_timeout_s,
             drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
-            sleepers=self._sleepers,
             served=self._trained,
             changed=self._changed,
         )
@@ -146,7 +144,7 @@ class Orchestrator:
         try:
             await self._run()
         finally:
-            await self._sleepers.end()
+            await self._publisher.sleepers.end()
         self.book.leave_over()
 
     async def _run(self) -> None:
@@ -296,7 +294,7 @@ class Orchestrator:
             times.wait_for_batch = self._phases.end(phase, ordinals, waits)
 
             phase = self._phases.begin(number, "train")
-            if self._sleepers:
+            if self._publisher.sleepers:
                 await self._put_to_sleep()
             taught = await self._revised(number - 1, batch, times)
             samples = [sample for _, group in taught for sample in group]
@@ -411,7 +409,7 @@ class Orchestrator:
         busy = sum(stage.in_flight for stage in self.stages.all)
         if busy:  # some servers end when they are put to sleep with requests in flight
             raise RuntimeError(f"{busy} requests are in flight although the batch is complete")
-        await self._sleepers.sleep()
+        await self._publisher.sleepers.sleep()
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         own = max((len(ids) for ids in (prompt.teacher_ids, *prompt.own_ids.values()) if ids is not None), default=0)

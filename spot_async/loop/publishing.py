@@ -115,15 +115,15 @@ class WeightPublisher:
         *,
         timeout_s: float,
         drains: bool,
-        sleepers: SleepingServers,
         served: WeightVersion,
         changed: asyncio.Event,
     ) -> None:
         """Make a publisher. The student's servers hold `served`.
 
-        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `sleepers` are
-        woken for it. `changed` is set whenever other weights are confirmed or served.
+        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `changed` is set
+        whenever other weights are confirmed or served.
         """
+        self.sleepers = SleepingServers(student.sleepers, timeout_s)  # they wake for an update
         self.confirmed = served  # all student servers hold them
         self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
         self._changed = changed
@@ -134,7 +134,6 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._drains = drains
         self._evaluation = student.evaluation
-        self._sleepers = sleepers
         self._events = stages.events
         self._phases = Phases("publish", stages.events)
         self._waiting: deque[Publication] = deque()
@@ -180,7 +179,7 @@ class WeightPublisher:
         ]
         async with self._drained(iteration, changed):
             phase = self._phases.begin(iteration, "update weights")
-            async with self._sleepers.updated():
+            async with self.sleepers.updated():
                 deadline = loop.time() + self._timeout_s
                 await gather(self._update(sink, each, deadline) for sink, each in sent)
             self._phases.end(phase)
