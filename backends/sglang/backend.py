@@ -46,7 +46,7 @@ from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
 from ..shared.request_limits import RequestLimits, prefixes
 from ..shared.settings import StudentServerSettings
-from ..shared.student_backend import Part, StudentBackend
+from ..shared.student_backend import PARTS, Part, StudentBackend
 from . import process
 from .generation import generate_below
 from .process import PACKAGE, sglang_command
@@ -178,10 +178,10 @@ class SglangBackend(StudentBackend):
 
     async def _sleep(self, deadline: float) -> None:
         await self._updater.flush(deadline)  # until no request is left: a server that is sent to sleep before crashes
-        await process.sleep(self._server, deadline=deadline)
+        await self._server.ask("/release_memory_occupation", {"tags": PARTS}, bytes, deadline=deadline)
 
     async def _wake(self, part: Part, deadline: float) -> None:
-        await process.wake(self._server, part, deadline=deadline)
+        await self._server.ask("/resume_memory_occupation", {"tags": [part]}, bytes, deadline=deadline)
 
     async def _ask_engine(self, deadline: float) -> None:
         names = self._names.reader()  # of the base, whatever adapters there are

@@ -1,4 +1,4 @@
-"""Starts an SGLang server, asks whether it is alive, makes it free its devices' memory, and wakes it.
+"""Starts an SGLang server, and asks whether it is alive and can sleep.
 
 Which routes can be trusted about its life was measured with 0.5.23. /ready, /model_info and /v1/loads answer even if
 the engine is frozen. /server_info asks the engine's scheduler. /health generates a token, takes a second, and fails
@@ -22,7 +22,7 @@ from ..shared.launch import Command, Doorway
 from ..shared.launch_settings import LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
-from ..shared.student_backend import PARTS, Part, cannot_sleep
+from ..shared.student_backend import cannot_sleep
 from .weights import ModelInfo, ServerInfo
 
 PACKAGE = "sglang"
@@ -99,14 +99,6 @@ async def ask_engine(server: RemoteServer, names: ReadName, *, deadline: float) 
     except PermanentError:  # an older server or a router, without this path
         pass
     names((await server.get("/model_info", ModelInfo, deadline=deadline)).weight_version)
-
-
-async def sleep(server: RemoteServer, *, deadline: float) -> None:
-    await server.ask("/release_memory_occupation", {"tags": PARTS}, bytes, deadline=deadline)
-
-
-async def wake(server: RemoteServer, part: Part, *, deadline: float) -> None:
-    await server.ask("/resume_memory_occupation", {"tags": [part]}, bytes, deadline=deadline)
 
 
 def check_can_sleep(server: RemoteServer, info: ServerInfo) -> None:

@@ -116,21 +116,16 @@ async def _inflated(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator
         raise BadBodyError(f"its {encoding} ends in the middle")
 
 
-class StepRunner:
-    """Runs computations in order of arrival, one at a time."""
-
-    def __init__(self) -> None:
-        self._busy = asyncio.Lock()
-
-    async def run(self, steps: Steps[T]) -> T:
-        async with self._busy:
-            while True:
-                await asyncio.sleep(0)
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    result: T = done.value
-                    return result
+async def run_in_turn(busy: asyncio.Lock, steps: Steps[T]) -> T:
+    """Run all steps, each in a turn of its own, and return the result. Of one lock, only one computation runs."""
+    async with busy:
+        while True:
+            await asyncio.sleep(0)
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
 
 
 async def read_aside(reply: bytes, decode: Callable[[bytes], T]) -> T:

@@ -33,11 +33,11 @@ from spot_async.types import Traffic
 
 from .bodies import (
     LARGE_REPLY_BYTES,
-    StepRunner,
     Steps,
     largest_reply_bytes,
     read_aside,
     run_at_once,
+    run_in_turn,
 )
 from .connection import proxy_for
 from .http import HttpEndpoint, ReadError, Route
@@ -180,7 +180,7 @@ class RemoteServer(Server):
         self.account = settings.open_account(role) if settings.account is None else settings.account
         self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
         self._kind = kind
-        self._steps = StepRunner()
+        self._reading = asyncio.Lock()  # of a large reply
 
     async def post(
         self,
@@ -190,11 +190,10 @@ class RemoteServer(Server):
         *,
         deadline: float,
         resend: bool = True,
-        size: Size | None = None,
     ) -> T:
         """Send a request and return its JSON reply as `kind`."""
         decode = functools.partial(self._decoded, kind=kind)
-        return await self.ask(path, body, decode, deadline=deadline, resend=resend, size=size)
+        return await self.ask(path, body, decode, deadline=deadline, resend=resend)
 
     def _decoded(self, reply: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(reply, type=kind)
@@ -228,7 +227,7 @@ class RemoteServer(Server):
 
         async def read(reply: bytes) -> T:
             steps = decode(reply)
-            return await self._steps.run(steps) if len(reply) > LARGE_REPLY_BYTES else run_at_once(steps)
+            return await run_in_turn(self._reading, steps) if len(reply) > LARGE_REPLY_BYTES else run_at_once(steps)
 
         return await self._asked(path, body, read, deadline, True, size)
 

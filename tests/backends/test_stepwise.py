@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spot_async.backends.shared.bodies import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
+from spot_async.backends.shared.bodies import LARGE_REPLY_BYTES, Steps, read_aside, run_at_once, run_in_turn
 
 
 def counting(name: str, count: int, log: list[str]) -> Steps[str]:
@@ -19,14 +19,15 @@ def counting(name: str, count: int, log: list[str]) -> Steps[str]:
 
 async def test_others_have_a_turn_before_every_step_and_computations_come_one_after_the_other() -> None:
     log: list[str] = []
-    runner = StepRunner()
+    busy = asyncio.Lock()
 
     async def other() -> None:
         for _ in range(9):
             log.append("-")
             await asyncio.sleep(0)
 
-    results = await asyncio.gather(other(), runner.run(counting("a", 3, log)), runner.run(counting("b", 2, log)))
+    both = [run_in_turn(busy, counting("a", 3, log)), run_in_turn(busy, counting("b", 2, log))]
+    results = await asyncio.gather(other(), *both)
     assert results[1:] == ["a", "b"]
     assert [entry for entry in log if entry != "-"] == ["a0", "a1", "a2", "b0", "b1"]
     first, last = log.index("a0"), log.index("b1")
@@ -38,13 +39,13 @@ async def test_a_computation_that_fails_or_is_given_up_holds_up_no_other() -> No
         yield
         raise ValueError("row 7")
 
-    runner = StepRunner()
+    busy = asyncio.Lock()
     with pytest.raises(ValueError, match="row 7"):
-        await runner.run(failing())
-    given_up = asyncio.create_task(runner.run(counting("a", 1000, [])))
+        await run_in_turn(busy, failing())
+    given_up = asyncio.create_task(run_in_turn(busy, counting("a", 1000, [])))
     await asyncio.sleep(0)
     given_up.cancel()
-    assert await runner.run(counting("b", 2, [])) == "b"
+    assert await run_in_turn(busy, counting("b", 2, [])) == "b"
     assert run_at_once(counting("c", 2, [])) == "c"
 
 
