@@ -16,8 +16,8 @@ from deadlines import soon
 from spot_async.backends.http_verifier import HttpVerifier
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
-from spot_async.config import DataConfig
 from spot_async.config.loading import validate_as
+from spot_async.config.problems import DataConfig
 from spot_async.errors import (
     BudgetSpentError,
     ConfigError,

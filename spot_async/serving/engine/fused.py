@@ -266,13 +266,11 @@ def _layer_fits(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if _children(attention) not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS) or not hasattr(attention, "scaling"):
         return False
-    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
-    linears = [*inputs, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    products = _products(attention, mlp).values()
     dim = getattr(attention, "head_dim", None)
     return (
-        all(type(linear) is nn.Linear for linear in linears)
-        and len({linear.bias is None for linear in inputs}) == 1
-        and (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)
+        all(type(linear) is nn.Linear for linears in products for linear in linears)
+        and all(len({linear.bias is None for linear in linears}) == 1 for linears in products)
         and attention.k_proj.out_features == attention.v_proj.out_features
         and all(_norm_fits(getattr(attention, name), dim) for name in _HEAD_NORMS & _children(attention))
         and all(_norm_fits(norm, None) for norm in (layer.input_layernorm, layer.post_attention_layernorm))

@@ -38,7 +38,8 @@ from crashes.saving_trainer import SavingTrainer, read_checkpoint
 from spot_async.base.events import Event
 from spot_async.base.files import write_whole
 from spot_async.base.seeds import derive_seed
-from spot_async.config import FollowsConfig, KeptCheckpoints, TrainingConfig
+from spot_async.config import FollowsConfig, TrainingConfig
+from spot_async.config.training import KeptCheckpoints
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import is_trained
 from spot_async.loop.events import IterationFinished
