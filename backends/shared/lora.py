@@ -96,7 +96,7 @@ class Adapters:
 
     async def start(self, *, deadline: float) -> None:
         """Load the base's adapter of zeros. Raises `ConfigError` if the server takes none like those of the run."""
-        await asyncio.to_thread(self._write_zeros)
+        await asyncio.to_thread(write_zero_adapter, self._zeros, self._base, self.lora)
         await self.update(WeightSnapshot(directory=str(self._base.absolute()), version=INITIAL), deadline=deadline)
 
     async def close(self) -> None:
@@ -200,7 +200,3 @@ class Adapters:
             else:
                 self._leaving.remove(adapter)
                 adapter.hold.close()
-
-    def _write_zeros(self) -> None:
-        self._zeros.mkdir(parents=True, exist_ok=True)
-        write_zero_adapter(self._zeros, self._base, self.lora)

@@ -66,7 +66,8 @@ def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -
 
 
 def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:
-    """Write an adapter with which a model is as it is without one, into an empty directory."""
+    """Write an adapter with which a model is as it is without one, into a directory that may be missing."""
+    directory.mkdir(parents=True, exist_ok=True)
     layers = layers_of(base, lora)
     zeros = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(layers, lora.rank).items()}
     save_file(zeros, directory / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -111,7 +111,8 @@ def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
             """Mark where readers drop what they have read. It is the mark of `purge_step`, within one writer."""
             mark = SessionLog(status=SessionLog.START)
-            writer.write_event(Event(wall_time=time.time(), step=_last_iteration(rows) + 1, session_log=mark))
+            newest = int(rows[-1]["iteration"]) if rows else 0
+            writer.write_event(Event(wall_time=time.time(), step=newest + 1, session_log=mark))
             writer.flush()
 
         def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
@@ -209,7 +210,3 @@ def abandon_wandb() -> None:
     import wandb
 
     wandb.teardown()
-
-
-def _last_iteration(rows: Sequence[Mapping[str, float]]) -> int:
-    return int(rows[-1]["iteration"]) if rows else 0
