@@ -45,20 +45,16 @@ class _RepeatedKeyError(yaml.MarkedYAMLError):
     """Raised for a key that one mapping has twice."""
 
 
-class _TooManyValuesError(yaml.YAMLError):
-    """Raised for a text that stands for more values than a configuration has."""
-
-
 class _Loader(yaml.SafeLoader):
     """Safe YAML that reads `3e-6` as a number, which YAML 1.1 would not, and refuses a key that stands twice."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         merged = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
         if sum(len(each.value) for each in merged) > MAX_MERGED:
-            raise _TooManyValuesError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} mappings")
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} mappings")
         super().flatten_mapping(node)
         if len(node.value) > MAX_MERGED:
-            raise _TooManyValuesError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} keys")
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} keys")
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -126,7 +122,7 @@ def _unshared(tree: Any, left: Iterator[int]) -> Any:
     Aliases of aliases may stand for more values than memory holds, so `left` is taken from for each.
     """
     if next(left, None) is None:
-        raise _TooManyValuesError(f"has more than {MAX_YAML_VALUES:,} values")
+        raise yaml.YAMLError(f"has more than {MAX_YAML_VALUES:,} values")
     if isinstance(tree, dict):
         return {key: _unshared(value, left) for key, value in tree.items()}
     return [_unshared(each, left) for each in tree] if isinstance(tree, list) else tree
