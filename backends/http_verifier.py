@@ -27,11 +27,10 @@ from spot_async.types import Judgement, Problem, Verdict
 
 from .shared.connection import Address, proxy_for
 from .shared.http import HttpEndpoint, Route
-from .shared.remote import when_free
+from .shared.remote import JSON, when_free
 from .shared.settings import EndpointSettings
 
 SECTION = "verifier"
-JSON = "application/json"
 MAX_REPLY_BYTES = 1 << 16  # of a judgement, feedback and all
 ASKED_FIRST = Problem(id="spot-async", text="What is 1 + 1?", answer="2"), r"\boxed{2}"
 NO_TOKENS = Size(prompt_tokens=0, max_completion_tokens=0)  # a question is counted, and its tokens are not

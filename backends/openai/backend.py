@@ -33,7 +33,7 @@ from spot_async.types import (
 
 from ..shared.bodies import Steps
 from ..shared.connection import Url
-from ..shared.discovery import noise_nats
+from ..shared.discovery import MODELS, noise_nats
 from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_end, check_generation, check_scores
 from ..shared.request_limits import OPENAI_BAN, RequestLimits, logit_bias
@@ -42,7 +42,6 @@ from ..shared.token_texts import UNKNOWN, TokenTexts
 from .dialect import (
     CHAT,
     COMPLETIONS,
-    MODELS,
     PLAIN_TEXT,
     Dialect,
     UnsupportedError,

@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # slow to import
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MODELS = "/v1/models"
 PLAIN_TEXT = "One half of 12 is 6, and 3 times 5 is 15. The sum of both numbers is"
 # Fields that vLLM and SGLang add to the API. Others ignore or refuse them.
 EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}

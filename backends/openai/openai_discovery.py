@@ -28,14 +28,13 @@ from spot_async.errors import ConfigError, DeadlineExceededError, RequestError, 
 from spot_async.models.precision import OTHER_MEAN_NATS
 from spot_async.types import LogprobTemperature, SamplingSettings
 
-from ..shared.discovery import ModelList
+from ..shared.discovery import MODELS, ModelList
 from ..shared.remote import RemoteServer
 from ..shared.replies import only
 from ..shared.token_texts import TOKEN_ID_PREFIX
 from .dialect import (
     CHAT,
     COMPLETIONS,
-    MODELS,
     NEUTRAL,
     PLAIN_TEXT,
     Dialect,

@@ -30,15 +30,13 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.bodies import Steps
-from ..shared.replies import only
+from ..shared.bodies import ROWS_PER_STEP, Steps
+from ..shared.replies import ABORTED, only
 from ..shared.token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
-ROWS_PER_STEP = 256
-ABORTED = frozenset({"abort", "error"})  # finish reasons of vLLM and SGLang, in replies of status 200
 FLOOR_NATS = -9999.0  # what vLLM writes for minus infinity and for NaN
 
 

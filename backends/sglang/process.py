@@ -19,7 +19,7 @@ from spot_async.types import WeightVersion
 
 from ..shared.held_weights import ReadName
 from ..shared.launch import Command, Doorway
-from ..shared.launch_settings import LaunchSettings
+from ..shared.launch_settings import GIB, LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
 from ..shared.student_backend import cannot_sleep
@@ -28,7 +28,6 @@ from .weights import ModelInfo, ServerInfo
 PACKAGE = "sglang"
 CONFIG = "--config"
 FLAGS = "flags.yaml"
-GIB = 1 << 30
 # SGLang takes its fraction of what is free when it starts, which is less when it is started again beside others. So
 # where its cache has a size, the fraction only has to leave room for that.
 MOST_OF_WHAT_IS_FREE = 0.95

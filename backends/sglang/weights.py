@@ -26,7 +26,7 @@ from spot_async.types import WeightSnapshot, WeightVersion
 from ..shared.discovery import release
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout, check_snapshot
-from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
+from ..shared.weight_transport import CLEAN_UP_TIMEOUT_S, WeightSender, WeightSettings, WeightTransport, buckets
 from ..shared.witnesses import Witnesses
 
 GENERATE = "/generate"
@@ -35,7 +35,6 @@ UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
 BUSY = "HTTP 400:"  # how a refused flush begins; the rest differs between versions
 PARTLY_UPDATED = "partially updated"
 FLUSH_RETRY_S = 0.2
-CLEAN_UP_TIMEOUT_S = 10.0
 UNKNOWN_ADAPTER = ("never been loaded", "Failed to implicitly load")
 
 

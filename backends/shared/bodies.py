@@ -26,6 +26,7 @@ PART_BYTES = 1 << 14  # read at a time, of what has arrived
 TOKEN_BYTES = 512  # allowed for each token: its text, its id, and what else servers say about it
 LOGPROB_BYTES = 256  # allowed for each log-probability; vLLM, the wordiest server, writes 81 on average
 STEP_BYTES = 1 << 18  # inflated in one step, in less than a millisecond
+ROWS_PER_STEP = 256  # these take half a millisecond with 16 log-probabilities per row
 IDENTITY = "identity"
 WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 RAW_WINDOW_BITS = -15

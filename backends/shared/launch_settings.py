@@ -20,6 +20,8 @@ from spot_async.errors import ConfigError
 from .connection import read_secret, read_variable
 from .far_side import FarSide, check_prefix
 
+GIB = 1 << 30
+
 
 class ProcessSettings(Section):
     """The settings of a server process, on this machine or on the far side of a prefix."""

@@ -35,6 +35,7 @@ LEAST_NATS = -1e4  # least log-probability of a sampled or given token, because 
 ENTROPY_SLACK_NATS = 1e-2
 MASS_SLACK = 0.05  # a row's probabilities may sum to 1 plus this, because each may be rounded to bfloat16
 AGREEMENT_NATS = 0.05  # largest difference between a token's log-probability and the same token's in its row
+ABORTED = frozenset({"abort", "error"})  # finish reasons of vLLM and SGLang, in replies of status 200
 
 T = TypeVar("T")
 

@@ -32,6 +32,7 @@ from spot_async.types import WeightSnapshot
 
 from .snapshots import Layout
 
+CLEAN_UP_TIMEOUT_S = 10.0  # to tell a server of an update that has failed
 BUCKET_BYTES = 1 << 30  # broadcast in one request; the server needs this much memory beside its weights
 
 

@@ -23,10 +23,9 @@ from spot_async.types import FloatArray, IntArray, ScoreRequest
 from ..shared.bodies import Steps
 from ..shared.held_weights import NamedSpan
 from ..shared.remote import RemoteServer
-from ..shared.replies import check_logprobs, check_rows
+from ..shared.replies import ABORTED, check_logprobs, check_rows
 from .replies import Answer, Dialect, GenerateRoute, read_npy, read_prompt_row, read_table
 
-UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200
 SCALE_OUT = b"--enable-scale-out"
 # What a request leaves out, the server takes from the model's generation_config.json, from
 # --override-generation-config or, for a watermark, from --watermark-config. Versions that do not know one ignore it.
@@ -231,7 +230,7 @@ class VllmClient:
         return await self.server.ask_in_steps(self.route.path, body, decode, deadline=deadline, size=size)
 
     def _check_finished(self, answer: Answer) -> None:
-        if answer.finish_reason in UNFINISHED:
+        if answer.finish_reason in ABORTED:
             raise TransientError(
                 f"{self.server.name}{self.route.path}: the server gave up after {len(answer.token_ids)} tokens "
                 f"(finish reason {answer.finish_reason!r})"

@@ -24,14 +24,13 @@ from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError
 from ..shared.discovery import release
 from ..shared.held_weights import ReadName
 from ..shared.launch import Command, Doorway, installed
-from ..shared.launch_settings import LaunchSettings
+from ..shared.launch_settings import GIB, LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
 from ..shared.student_backend import Part, cannot_sleep
 from .client import NoSuchRouteError, VllmClient
 
 PACKAGE = "vllm"
-GIB = 1 << 30
 # The module to run, with what stands before the model: `vllm serve`, or the older module.
 SERVE = ("vllm.entrypoints.cli.main", "serve")
 API_SERVER = ("vllm.entrypoints.openai.api_server", "--model")

@@ -18,12 +18,11 @@ import numpy as np
 from spot_async.errors import PoisonedReplyError
 from spot_async.types import FloatArray, IntArray
 
-from ..shared.bodies import Steps
+from ..shared.bodies import ROWS_PER_STEP, Steps
 from ..shared.held_weights import NamedSpan
 from ..shared.replies import only
 from ..shared.token_texts import TOKEN_ID_PREFIX
 
-ROWS_PER_STEP = 256  # these take half a millisecond with 16 log-probabilities per row
 CLAMPED = -9000.0  # vLLM writes -9999 in place of -inf and NaN
 NPY_HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|\x02\x00....)\{'descr': '<f4', 'fortran_order': False, "

@@ -24,11 +24,10 @@ from spot_async.types import WeightSnapshot
 
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout
-from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
+from ..shared.weight_transport import CLEAN_UP_TIMEOUT_S, WeightSender, WeightSettings, WeightTransport, buckets
 from .weights import DiskTransport, WeightUpdater, post
 
 NOT_CONFIGURED = "Weight transfer not configured"
-CLEAN_UP_TIMEOUT_S = 10.0
 
 
 class Workers(msgspec.Struct):

@@ -19,10 +19,9 @@ from spot_async.protocols import Verifier
 from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
 from spot_async.verification.multiple_choice import letter_index
-from spot_async.verification.normalization import parse_number
+from spot_async.verification.normalization import COMMAND, parse_number
 
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = r"[^\W\d_]{2,}"
 _THREE_WORDS = re.compile(rf"{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}")
 AT_A_TIME = 64  # answers that are verified
@@ -32,7 +31,7 @@ _NAME_WORDS = 4  # an answer of more words is taken for prose, not for a name
 def is_prose(answer: str) -> bool:
     """Return whether an answer is a sentence, and no name or mathematics."""
     answer = answer.strip()
-    words = _COMMAND.sub(" ", answer)
+    words = COMMAND.sub(" ", answer)
     is_name = _TEXT.fullmatch(answer) is not None and len(re.findall(_WORD, words)) <= _NAME_WORDS
     return _THREE_WORDS.search(words) is not None and not is_name
 
