@@ -96,6 +96,7 @@ class JoinedTeacher:
             return await asyncio.to_thread(self._score, request, top_k)
 
     def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:
+        torch.set_num_threads(1)  # of this thread: beside servers and a trainer on threads, several wait for each other
         before, of_each = self._in_parts(request.prompt_ids), list(map(self._in_parts, request.response_ids[:, None]))
         starts = len(before) + np.cumsum([0, *map(len, of_each)])[:-1]
         ids = torch.tensor([*before, *chain.from_iterable(of_each)])
