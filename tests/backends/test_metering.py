@@ -7,6 +7,7 @@ import contextlib
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from spot_async.backends.openai.backend import OpenAIBackend
@@ -27,7 +28,7 @@ async def ask(port, tmp_path, *, times=1, **settings):
         for _ in range(times):
             deadline = asyncio.get_running_loop().time() + 5
             try:
-                await server.post("/v1/completions", {}, dict, deadline=deadline, size=SIZE)
+                await server.ask("/v1/completions", {}, msgspec.json.decode, deadline=deadline, size=SIZE)
             except TransientError as error:
                 raised.append(error)
     return server.account, raised

@@ -55,7 +55,9 @@ def admit_early(monkeypatch):
 def admit_what_no_iteration_is_left_for(monkeypatch):
     make = AdmissionBook.__init__
     monkeypatch.setattr(
-        AdmissionBook, "__init__", lambda book, *, iterations, **more: make(book, iterations=iterations + 1, **more)
+        AdmissionBook,
+        "__init__",
+        lambda book, settings: make(book, dataclasses.replace(settings, iterations=settings.iterations + 1)),
     )
 
 
