@@ -64,8 +64,12 @@ TOKEN_MEAN = ("dapo",)  # others take the mean of each response, and then over r
 # several teachers are in `running/test_routed_teachers.py` and `running/test_several_teachers.py` too.
 SHOWN = ("gkd", "guided_prefix", "kdrl", "sdpo")
 SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
-# Their lines are those of kdrl, opsd, exopd and tip, weighted or clipped, and of forward_kl_tail and gkd turned.
-ALIKE = ("cal_opd", "paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd", "ta_opd")
+# Their lines are those of kdrl, opsd, exopd, tip and taid, weighted, clipped or moved, and of forward_kl_tail and gkd
+# turned.
+ALIKE = (
+    *("cal_opd", "paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd", "ta_opd"),
+    *("tropd", "veto", "vopd"),
+)
 # What they compute of the student is of the one in training. That of TIP is compared in the others, these are long.
 REVISED = ("cal_opd", "paced", "reopold", "rethinking_opd", "rlsd", "scope", "ta_opd", "taid", "tropd", "veto", "vopd")
 # Their four iterations are trained in the long tests, and their lines are compared in the others.

@@ -79,6 +79,7 @@ def joined(models: dict[str, Path]) -> dict[str, Any]:
     return {"model": str(models["joined"]), "tokenizer": "own", "backend": backend}
 
 
+@pytest.mark.long
 async def test_a_teacher_that_joins_tokens_says_of_chunks_what_its_model_does(
     models, tmp_path, servers_on_threads, trainer_on_thread
 ):
@@ -105,6 +106,7 @@ async def test_a_teacher_that_joins_tokens_says_of_chunks_what_its_model_does(
     assert "teacher/entropy_nats" not in first
 
 
+@pytest.mark.long
 async def test_beside_one_with_the_students_tokens_each_pulls_in_its_own_way(
     models, tmp_path, servers_on_threads, trainer_on_thread
 ):

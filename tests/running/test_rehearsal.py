@@ -179,7 +179,7 @@ def test_a_program_is_refused_too(tmp_path: Path) -> None:
 CONFIGS = [*(f"configs/running_sum/{kind}.yaml" for kind in ("opd", "eopd", "grpo", "kd", "spot"))]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("path", [*CONFIGS, *(f"examples/recipes/{name}.yaml" for name in NAMES)])
 def test_no_policy_or_recipe_is_refused(path: str, max_staleness: int, few_problems: Path) -> None:
     """Nor where the teacher's softmax is wider than what both models know."""

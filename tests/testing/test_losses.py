@@ -151,7 +151,8 @@ def test_a_real_runs_first_batch_has_the_loss_and_gradient_of_the_run_and_of_the
     (*_, batch), model = seen, AutoModelForCausalLM.from_pretrained(EXAMPLE / "student")
     training = TrainingConfig(iterations=1).under_staleness(1)
     drafted = loss_of(batch.samples, model, training=training)
-    for own, said in zip(drafted.live, batch.live, strict=True):
+    for sample, own, said in zip(batch.samples, drafted.live, batch.live, strict=True):
+        np.testing.assert_allclose(said.logprobs, sample.supervision.behavior_logprobs, atol=2e-4)  # of equal weights
         np.testing.assert_allclose(own.logprobs, said.logprobs, atol=2e-5)
         np.testing.assert_allclose(own.entropy, said.entropy, atol=2e-5)
     revised = make_policy(kind, top_k=48).revise(live_batch(batch.samples, drafted.live))

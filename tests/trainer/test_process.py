@@ -224,6 +224,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
                 torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=0, atol=tolerance)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_sharded_ranks_take_log_pi_old_from_a_look_though_samples_move_between_them(
     student: Path,
