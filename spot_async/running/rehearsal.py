@@ -10,6 +10,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,7 +24,7 @@ from spot_async.errors import ConfigError, PluginError
 from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.files import ModelFiles
 from spot_async.protocols import Policy, Reviser, ScheduleChecker
-from spot_async.stages.plugin_contract import arrays, is_ours
+from spot_async.stages.plugin_contract import arrays, bounded, is_ours
 from spot_async.stages.services import TeacherService
 from spot_async.terms import policy_tokens
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, capabilities
@@ -98,7 +99,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         capacity_bytes=sys.maxsize,
         vocab_size=widths["student"],
         max_dead_share=1.0,
-        compute=_revised_twice,
+        compute=partial(_revised_twice, config.training.step_timeout_s),
     )
     run_on_virtual_time(asyncio.wait_for(run.orchestrator.run(), LONGEST_S * needs.rounds))
     _check_bytes(policy, run.samples)
@@ -131,11 +132,13 @@ def _frozen(policy: Policy, run: SimulatedRun) -> list[str]:
     ]
 
 
-async def _revised_twice(call: Callable[..., Any], policy: Policy, told: LiveBatch | IterationReport) -> Any:
+async def _revised_twice(
+    timeout_s: float, call: Callable[..., Any], policy: Policy, told: LiveBatch | IterationReport
+) -> Any:
     """Return what `revise` gives, which must be the same when it is asked once more, as after a resume."""
     if isinstance(told, IterationReport):  # for `observe`
-        return call(policy, told)
-    batch, both = told, [call(policy, told) for _ in range(2)]
+        return bounded(timeout_s, call, policy, told)
+    batch, both = told, [bounded(timeout_s, call, policy, told) for _ in range(2)]
     _check_bytes(policy, [*batch.samples, *both[0]])
     terms = [[each.tobytes() for each in arrays(tuple(sample.supervision for sample in given))] for given in both]
     if terms[0] != terms[1]:

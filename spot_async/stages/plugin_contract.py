@@ -250,7 +250,12 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
 
 
 async def computed(timeout_s: float, hook: Callable[..., T], policy: object, *given: Any) -> T:
-    """Return what a hook of a policy returns, which runs beside the loop.
+    """Do as `bounded`, beside the loop."""
+    return await in_thread(bounded, timeout_s, hook, policy, *given)
+
+
+def bounded(timeout_s: float, hook: Callable[..., T], policy: object, *given: Any) -> T:
+    """Return what a hook of a policy returns.
 
     Raise PluginError if it takes longer than `timeout_s`. Nothing can end it then, and it does not keep the process.
     """
@@ -263,7 +268,7 @@ async def computed(timeout_s: float, hook: Callable[..., T], policy: object, *gi
             done.set_exception(error)
         return True
 
-    if not await in_thread(in_time, work, timeout_s):
+    if not in_time(work, timeout_s):
         name = f"policy {type(policy).__name__}.{hook.__name__}"
         raise PluginError(f"{name} took longer than training.step_timeout_s={timeout_s:g}: raise that, or do less")
     return done.result()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,18 @@ def test_train_says_why_it_rehearsed_nothing_and_leaves_shipped_policies_to_chec
         assert not asked
         assert invoke(monkeypatch, words[0], "configs/quickstart.yaml", FEW, *words[1:]).exit_code == 0
     assert len(asked) == 1
+
+
+def test_a_revise_that_never_ends_is_refused_in_its_line_and_keeps_no_process(tmp_path: Path) -> None:
+    given = [*keys("NeverRevises"), f"run.directory={tmp_path / 'run'}", "training.step_timeout_s=1"]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SOURCE.parent)])}
+    ended = subprocess.run(
+        [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", *given],
+        env=where, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "policy NeverRevises.revise took longer than training.step_timeout_s=1: raise that" in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_program_is_refused_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import threading
 from typing import Any, ClassVar
 
 import msgspec
@@ -85,6 +86,11 @@ class WrongTarget(Whole):
 class IndexInRevise(Whole):
     def revise(self, batch: Any) -> Any:
         return [spot.revised(each, pulls=(each.supervision.pulls[1],)) for each in batch.samples]  # at fault
+
+
+class NeverRevises(Whole):
+    def revise(self, batch: Any) -> Any:
+        threading.Event().wait()
 
 
 class Impure(Whole):
