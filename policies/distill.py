@@ -172,6 +172,7 @@ class DistillPolicy:
             teacher_top_k=(self._k if self._is_compared else 1) if self._is_compared or settings.pull_weight else 0,
             asked_top_k=self._k if self._is_compared else 0,
             teacher_top_k_key="support" if settings.support == "whole" else "top_k",
+            renormalised_rows=self._is_compared and settings.tail is not True,
             whole_softmax_key="temperature" if self._is_compared and settings.temperature != 1 else None,
             teacher_candidates=of_student,
             rollout_top_k=self._k if of_student else 0,

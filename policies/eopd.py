@@ -43,6 +43,7 @@ class EopdPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=settings.top_k,
             teacher_top_k_key="top_k",
+            renormalised_rows=True,
             outcomes=False,
             teachers=context.teachers,
             term_bytes_per_token=row_bytes(settings.top_k) * max(1, len(context.teachers)),

@@ -69,6 +69,7 @@ class KdPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=self._top_k,
             teacher_top_k_key="top_k",
+            renormalised_rows=self._top_k > 0,
             rollouts_per_prompt=0,
             teacher_responses=1,
             outcomes=False,

@@ -13,10 +13,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.errors import ContractError
 from spot_async.models.chunks import chunk_means, chunk_shares, chunk_sums, whole_chunks
 from spot_async.models.common_vocabulary import tails_with
 from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.types import (
+    LEAST_NATS,
     BoolArray,
     Divergence,
     Float64Array,
@@ -37,7 +39,6 @@ from spot_async.types import (
 # A tail that nobody served is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
 LEAST_TAIL = 2.0**-20
 LEAST_PROBABILITY = 1e-35  # which float32 still has
-LEAST_NATS = -80.0  # of a cell; a probability below e^-80 could not be told from 0 in float32
 
 
 def forward_kl(**how: Any) -> Divergence:
@@ -110,8 +111,16 @@ def compared(
     `where` (T,) keeps only some positions, and `weight` is a number or (T,). Without a tail the teacher is
     renormalised, which teaches that there are no other tokens. A conditional divergence never has a tail, since it
     renormalises the student too.
+
+    Raises ContractError without a tail where the teacher reads in tokens of its own: of some of its distribution nobody
+    knows where it belongs.
     """
-    tokens = len(scores.logprobs)
+    tokens, has_tail = len(scores.logprobs), has_tail and not divergence.is_conditional
+    if scores.rows is not None and not has_tail:
+        raise ContractError(
+            "the teacher reads in tokens of its own (tokenizer=own): some of its distribution is on no token of the "
+            "student, so rows are compared with their tail: give has_tail=True, and a divergence that has one"
+        )
     positions = np.flatnonzero(scores.known_rows if where is None else scores.known_rows & _mask(where, tokens))
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
@@ -122,7 +131,7 @@ def compared(
         scores.topk_logprobs[positions, :k],
         weights[positions],
         divergence,
-        has_tail=has_tail and not divergence.is_conditional,
+        has_tail=has_tail,
         tail_logprobs=None if tails is None else tails[positions],
         version=scores.version,
     )

@@ -34,6 +34,8 @@ Float64Array = npt.NDArray[np.float64]  # for computing
 Array = npt.NDArray[Any]
 
 FinishReason = Literal["stop", "length"]
+NO_TOKEN = -1  # in place of an id, behind the last token of a row that has fewer than others
+LEAST_NATS = -80.0  # of a cell, and of no token: a probability below e^-80 could not be told from 0 in float32
 LARGEST_REWARD = 1e30  # squares of such numbers, and sums of them, are still finite
 
 
@@ -251,7 +253,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a given response under a model. There are rows for response tokens only."""
 
     logprobs: FloatArray  # (T,) of the response's own tokens
-    topk_ids: IntArray  # (T, K) descending by probability
+    topk_ids: IntArray  # (T, K) descending by probability; beside `rows` a row may end in `NO_TOKEN`
     topk_logprobs: FloatArray  # (T, K)
     entropy: FloatArray  # (T,) nats; a midpoint where only bounds are known
     entropy_lower: FloatArray  # (T,) of the row as it was served, without noise; equal to entropy when it is exact
@@ -344,7 +346,7 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     positions: IntArray  # (N,) 0-based response positions
-    token_ids: IntArray  # (N, k)
+    token_ids: IntArray  # (N, k); a row may end in `NO_TOKEN`, whose probabilities do not count
     probabilities: FloatArray  # (N, k) rows sum to 1, with the tails if there are some
     weights: FloatArray  # (N,) factor of each position's loss in the trajectory's loss
     tails: FloatArray | None = None  # (N,) probability of all other tokens together; None: there is nothing else
@@ -451,6 +453,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     asked_top_k: int | None = None
     teacher_top_k_key: str | None = None  # the key of `policy` that sets it, and a `rollout_top_k`
     whole_softmax_key: str | None = None  # the key of `policy` whose value needs all rows of the student's softmax
+    renormalised_rows: bool = False  # it takes the teacher's top-k for the whole distribution
     teacher_candidates: bool = False  # the teacher's log-probabilities of tokens that the policy chooses
     teacher_prompt_tokens: int = 0  # of the longest prompt that the policy makes for the teacher
     reference: bool = False  # log-probabilities under a frozen reference
@@ -471,6 +474,11 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     term_bytes: int = 0  # of pulls and soft targets on the wire, and of notes, per trajectory
     term_bytes_per_token: int = 0  # likewise, per response token
     record_bytes: int = 0  # per trajectory: its record without texts and per-token values
+
+    @property
+    def teacher_rows(self) -> bool:
+        """Whether it asks for the teacher's distribution, and not for the response's own tokens alone."""
+        return self.teacher_scores and (self.teacher_top_k if self.asked_top_k is None else self.asked_top_k) > 0
 
     @property
     def teacher(self) -> bool:

@@ -87,24 +87,27 @@ def check_capabilities(
         raise ConfigError("\n".join(refusals))
 
 
-def check_own_tokenizers(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError if the policy asks more of a teacher with its own tokenizer than how likely a response is."""
+def check_own_tokenizers(config: Config, needs: PolicyNeeds, vocab_size: int) -> None:
+    """Raise ConfigError if the policy asks more of a teacher with its own tokenizer than can be said in the student's.
+
+    `vocab_size` is the width of the student's softmax.
+    """
     kind, roles = config.policy.kind, config.own_tokenizers
     if not roles or not needs.teacher:
         return
-    top_k = needs.teacher_top_k if needs.asked_top_k is None else needs.asked_top_k
-    if needs.teacher_candidates or top_k:
-        raise ConfigError(
-            f"{roles[0]}.tokenizer=own: policy {kind} asks for its distribution over the student's tokens, and such a "
-            "teacher only says how likely a response is: use opd, or in a policy of your own that asks for no more "
-            "PolicyNeeds.asked_top_k=0"
-        )
-    if needs.teacher_responses:
-        raise ConfigError(
-            f"{roles[0]}.tokenizer=own: policy {kind} lets it write responses, which such a teacher does not: leave "
-            f"{roles[0]}.tokenizer out and set {roles[0]}.model to the student's, with the name that the server knows "
-            "in backend.served_model: its texts are read in the student's tokens"
-        )
+    if needs.teacher_candidates:
+        asked = "about tokens that it chooses"
+    elif needs.exact_entropy or (needs.teacher_rows and needs.teacher_top_k >= vocab_size):
+        asked = "for its whole distribution over the student's tokens"
+    elif needs.renormalised_rows:
+        asked = "for a distribution without a tail"
+    else:
+        return
+    raise ConfigError(
+        f"{roles[0]}.tokenizer=own: policy {kind} asks it {asked}, and some of its distribution is on no token of the "
+        "student: use opd or spot, distill with policy.support=teacher and policy.tail=true, or kd with "
+        "policy.forward_kl_weight=0"
+    )
 
 
 def of_student(config: Config, student: Capabilities) -> dict[str, Capabilities]:

@@ -18,7 +18,7 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
-from spot_async.checks.own_tokenizers import TextsRead
+from spot_async.checks.own_tokenizers import TextsRead, doubts_of
 from spot_async.checks.plan_inputs import (
     PlannedModels,
     check_ends,
@@ -152,7 +152,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         seen={each.key: seen for each in evaluation if (seen := count_identical(data.problems, each.problems))},
         silence=silence and silence.with_longer_start(added_start_s(served)),
         common=models.common,
-        own_tokens=models.own_tokens,
+        own_tokens=data.own_tokens,
         texts_read=data.texts_read,
     )
 
@@ -164,7 +164,7 @@ def _plan_policy(config: Config, models: PlannedModels) -> Policy:
     _check_widths(config, needs, models.common)
     check_roles(config, needs)
     check_selves(config, models.student, models.teachers)
-    check_own_tokenizers(config, needs)
+    check_own_tokenizers(config, needs, models.student.vocab_size)
     _check_context(config, needs, models.by_role)
     for role, teacher in config.teachers_by_role.items():
         if sums_ends(config, needs, models.student, models.teachers[role]) and not offers(teacher, CandidateScorer):
@@ -286,6 +286,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
             for role in plan.own_tokens
             if plan.teachers[role].vocabulary.fingerprint == plan.student.vocabulary.fingerprint
         ],
+        *_doubted_rows(plan),
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,
@@ -294,6 +295,12 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
     ]
+
+
+def _doubted_rows(plan: TrainPlan) -> list[str]:
+    if not plan.policy.needs.teacher_rows:
+        return []
+    return [line for role, read in plan.texts_read.items() for line in doubts_of(role, read)]
 
 
 def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:

@@ -137,6 +137,7 @@ class PlannedData:
     renderer: PromptRenderer
     teacher_renderers: Mapping[str, TeacherPromptRenderer]  # by role; those that read the student's prompt have none
     schedule: PromptSchedule
+    own_tokens: Mapping[str, OwnTokens]  # by role, those of the models with rows where the policy needs them
     texts_read: Mapping[str, TextsRead]  # by role, what a teacher with its own tokenizer makes of the problems
 
 
@@ -167,9 +168,12 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     for role, own in teacher_renderers.items():
         read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
         own.check_rows(own.key, read, models.by_role[role].vocab_size, f"the {role}")
-    texts_read = {role: read_texts(each, student, problems) for role, each in models.own_tokens.items()}
-    for role, found in texts_read.items():
-        check_texts(role, found)
+    own_tokens, texts_read, rows = dict(models.own_tokens), {}, needs.teacher_rows
+    for role, reader in own_tokens.items():
+        found = texts_read[role] = read_texts(reader, student, problems, rows=rows)
+        check_texts(role, config.policy.kind, found, rows=rows)
+        if rows:
+            own_tokens[role] = reader.with_rows(found.longer_share)
     for key, loaded in sets.items():
         if not any(source.problem.set_key == key for source in sources):
             also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
@@ -186,7 +190,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         iterations=config.training.iterations,
         shares=config.data.shares,
     )
-    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, texts_read)
+    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, own_tokens, texts_read)
 
 
 def _template_owner(

@@ -6,7 +6,7 @@ in place of them: each token is a chunk. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +23,21 @@ class Reading:
     ids: IntArray  # (M,) what the teacher reads, up to the end of the last chunk
     theirs: IntArray  # (M,) the chunk of each of them
     ours: IntArray  # (T,) the chunk of each token of the response, or UNKNOWN
-    added_ids: IntArray  # (E,) the teacher's other ends, whose probabilities belong to that of the last token
+    # (E,) the teacher's other ends, whose probabilities belong to that of the last token
+    added_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def starts(self) -> tuple[IntArray, IntArray]:
+        """Where chunks (C,) start: positions in the response, and in `ids`."""
+        ours, theirs = (np.flatnonzero(np.diff(each, prepend=UNKNOWN) > 0) for each in (self.ours, self.theirs))
+        return ours.astype(np.int32), theirs.astype(np.int32)
+
+    def joined(self, chunks: IntArray) -> Reading:
+        """Return the reading where the teacher's tokens (M,) are known by chunks of their own, and each holds both."""
+        is_border = (np.diff(self.theirs) != 0) & ((np.diff(chunks) != 0) | (chunks[1:] == UNKNOWN))
+        theirs = np.concatenate([[0], np.cumsum(is_border)]).astype(np.int32)[: len(self.theirs)]
+        of_own = np.append(theirs[np.unique(self.theirs, return_index=True)[1]], np.int32(UNKNOWN))  # the last: unknown
+        return replace(self, theirs=theirs, ours=of_own[self.ours])
 
     def within(self, tokens: int) -> Reading:
         """Return the reading with those chunks alone of which the teacher reads no more than `tokens` tokens."""
@@ -32,7 +46,7 @@ class Reading:
         chunks = int(self.theirs[tokens])  # the first that does not fit
         kept = int(np.searchsorted(self.theirs, chunks))
         ours = np.where(self.ours < chunks, self.ours, UNKNOWN).astype(np.int32)
-        return Reading(self.ids[:kept], self.theirs[:kept], ours, self.added_ids[:0])
+        return Reading(self.ids[:kept], self.theirs[:kept], ours)
 
 
 def chunk_sums(values: FloatArray | Float64Array, chunks: IntArray | None) -> Float64Array:

@@ -22,7 +22,8 @@ import numpy as np
 
 from spot_async.errors import ContractError
 from spot_async.models.chunks import Reading
-from spot_async.types import BoolArray, FloatArray, IntArray, ScoredPositions, TokenScores
+from spot_async.models.responses import foreign
+from spot_async.types import BoolArray, FloatArray, Generation, IntArray, ScoredPositions, TokenScores
 
 EndScore: TypeAlias = Literal["replace", "sum"]
 
@@ -168,7 +169,8 @@ class SameTokens:
 
     def __init__(self, ends: EndTokens, common: CommonVocabulary, role: str = "teacher") -> None:
         self._ends, self._common, self._role = ends, common, role
-        self.prefix = self.stop = self.written = ends.swapped
+        self.prefix = self.stop = ends.swapped
+        self.limit = common.limit
 
     def read(self, response_ids: IntArray, most_tokens: int | None = None) -> Reading:
         """Return the response (T,) as the teacher scores it. The plan has seen to it that it is not too long."""
@@ -194,6 +196,13 @@ class SameTokens:
                 "are common to all models: leave others out by `common_candidates`; they belong to the tail"
             )
         return self._ends.swapped(token_ids)
+
+    def ends(self, stop_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what ends its responses: what ends the student's."""
+        return stop_token_ids
+
+    def written(self, response: Generation) -> Generation:
+        return foreign(msgspec.structs.replace(response, token_ids=self._ends.swapped(response.token_ids)))
 
     def _in_ours(self, said: TokenScores) -> TokenScores:
         return msgspec.structs.replace(said, topk_ids=self._ends.swapped(said.topk_ids))

@@ -60,6 +60,11 @@ class PromptRequests:
             vocab_limit=self._vocab_limit,
         )
 
+    def longest(self, prefix_ids: IntArray, max_tokens: int | None) -> int:
+        """Return how many tokens may come after a prefix of the response."""
+        room = self._settings.sampling.max_response_tokens - len(prefix_ids)
+        return room if max_tokens is None else min(room, max_tokens)
+
     async def continued(
         self,
         request: tuple[int | str, ...],
@@ -71,8 +76,7 @@ class PromptRequests:
         generate: Callable[[IntArray, SamplingSettings], Awaitable[Generation]],
     ) -> Generation:
         """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room."""
-        room = self._settings.sampling.max_response_tokens - len(prefix_ids)
-        most = room if max_tokens is None else min(room, max_tokens)
+        most = self.longest(prefix_ids, max_tokens)
         if len(prefix_ids) and int(prefix_ids[-1]) in self._stop_token_ids:
             return nothing("stop")
         if most <= 0:

@@ -23,7 +23,7 @@ from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, Policy
-from spot_async.replicas.capabilities import combined
+from spot_async.replicas.capabilities import combined, of_own_tokens
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.requests import PromptRequests, content, given, identity, nothing
@@ -38,6 +38,8 @@ from spot_async.stages.services import (
 from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.stages.teachers import BoundTeacher, TeacherStages
 from spot_async.types import (
+    LEAST_NATS,
+    NO_TOKEN,
     Capabilities,
     ChatTurn,
     FloatArray,
@@ -100,6 +102,7 @@ class Stages:
             role = teacher_role(name)
             same = (services.vocabulary.end_token_ids, (service.vocabulary or services.vocabulary).end_token_ids)
             ends = EndTokens(*same, limits.score.end_token)
+            offered = services.capabilities.get(role)
             return TeacherStages(
                 name=name,
                 role=role,
@@ -107,7 +110,7 @@ class Stages:
                 follows=role in services.following,
                 is_base=role in services.are_base,
                 needs=needs,
-                capabilities=services.capabilities.get(role),
+                capabilities=offered if service.own_tokens is None or offered is None else of_own_tokens(offered),
                 reader=service.own_tokens or SameTokens(ends, services.common, role),
                 score=stage("score", server, limits.score, name),
                 response=stage(
@@ -169,7 +172,7 @@ class BoundStages:
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
-        self._requests = self._requests_at(None)
+        self._requests = self._requests_at(None, stages.stop_token_ids, stages.services.common.limit)
         # What a teacher read before each response, where that was not the student's prompt, by the response's ids.
         self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
         self._plain: dict[int, bytes] = {}  # whole responses of the student's to the prompt: their ids, by number
@@ -240,13 +243,14 @@ class BoundStages:
     def _teacher(self, name: str) -> BoundTeacher:
         teacher = self._stages.teacher(name or self._prompt.problem.teacher)
         note_read = partial(self._note_read, teacher.service.vocabulary or self._stages.services.vocabulary)
-        return BoundTeacher(teacher, self._prompt, self._requests_at(teacher.service.temperature), note_read)
+        ends = teacher.reader.ends(self._stages.stop_token_ids)
+        requests = self._requests_at(teacher.service.temperature, ends, teacher.reader.limit)
+        return BoundTeacher(teacher, self._prompt, requests, note_read)
 
-    def _requests_at(self, temperature: float | None) -> PromptRequests:
-        stages = self._stages
-        return PromptRequests(
-            self._prompt, stages.settings, stages.stop_token_ids, stages.services.common.limit, temperature
-        )
+    def _requests_at(
+        self, temperature: float | None, stop_token_ids: tuple[int, ...], vocab_limit: int | None
+    ) -> PromptRequests:
+        return PromptRequests(self._prompt, self._stages.settings, stop_token_ids, vocab_limit, temperature)
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         services = self._stages.services
@@ -274,14 +278,15 @@ class BoundStages:
         version: WeightVersion | None = None,
     ) -> FloatArray:
         expected = None if self._stages.settings.weights_may_change else version
-        return await self._requests.ask(
+        is_token = candidate_ids != NO_TOKEN
+        asked = np.where(is_token, candidate_ids, candidate_ids[:, :1])
+        logprobs: FloatArray = await self._requests.ask(
             self._stages.candidates,
             self._prompt.token_ids,
             response_ids,
-            lambda student, request: student.candidate_logprobs(
-                request, positions, candidate_ids, expected_version=expected
-            ),
+            lambda student, request: student.candidate_logprobs(request, positions, asked, expected_version=expected),
         )
+        return np.where(is_token, logprobs, np.float32(LEAST_NATS))
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         budget = self._stages.settings.sampling.max_response_tokens - position - 1

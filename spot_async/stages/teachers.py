@@ -17,7 +17,7 @@ from spot_async.errors import ContractError, PermanentError
 from spot_async.models.chunks import Reading
 from spot_async.models.common_vocabulary import SameTokens, with_summed_last
 from spot_async.models.own_tokens import OwnTokens
-from spot_async.models.responses import foreign
+from spot_async.models.responses import first_tokens
 from spot_async.protocols import CandidateScorer, PositionScorer, Scorer
 from spot_async.stages.requests import PromptRequests, given, identity
 from spot_async.stages.services import TeacherService
@@ -113,7 +113,8 @@ class BoundTeacher:
             stop=reader.stop(np.asarray(stop, np.int32)).tolist(),
             generate=generate,
         )
-        response = foreign(msgspec.structs.replace(response, token_ids=reader.written(response.token_ids)))
+        room = self._requests.longest(prefix, max_tokens)
+        response = first_tokens(reader.written(response), room)
         self._note_read(read_ids, response.token_ids)
         return response
 

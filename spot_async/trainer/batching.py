@@ -24,6 +24,8 @@ from spot_async.terms import policy_tokens
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
 from spot_async.types import (
+    LEAST_NATS,
+    NO_TOKEN,
     BoolArray,
     Divergence,
     FloatArray,
@@ -177,7 +179,7 @@ class SoftRows(NamedTuple):
 
     rows: Tensor  # (N,) int64: indices into R, ascending
     trajectories: Tensor  # (N,) int64: indices into B
-    token_ids: Tensor  # (N, k) int64; k is the widest target's, narrower ones are filled with their first token
+    token_ids: Tensor  # (N, k) int64; k is the widest target's, what others lack is filled with their first token
     is_token: Tensor  # (N, k) bool: false where it was filled
     probabilities: Tensor  # (N, k); 0 where it was filled
     tails: Tensor  # (N,) probability of all other tokens; 0 where the target has no tail
@@ -313,7 +315,8 @@ def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) ->
         for each in sample.soft_targets:
             of_it = slice(row, row := row + len(each.positions))
             own_width = candidates[of_it, : each.token_ids.shape[1]].reshape(each.token_ids.shape)
-            rows.append(LiveRows(logprobs=own_width.copy(), tail_logprobs=tails[of_it].copy()))
+            of_tokens = np.where(each.token_ids == NO_TOKEN, np.float32(LEAST_NATS), own_width)
+            rows.append(LiveRows(logprobs=of_tokens, tail_logprobs=tails[of_it].copy()))
         where = policy_tokens(sample)
         found.append(Live(logprobs=logprobs[own], entropy=entropies[own], where=where, rows=tuple(rows)))
     return found
@@ -395,14 +398,15 @@ def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> 
     count, k = each.token_ids.shape
     kind = each.divergence or Divergence()
     taught = each.probabilities if each.baselines is None else each.probabilities - each.baselines
-    own_first = np.broadcast_to(each.token_ids[:, :1], (count, width - k)) if k < width else each.token_ids[:, :0]
+    token_ids = np.pad(each.token_ids, ((0, 0), (0, width - k)), constant_values=NO_TOKEN)
+    is_token = token_ids != NO_TOKEN
     numbers = [float("inf") if (value := getattr(kind, name)) is None else value for name in DIVERGENCE_FIELDS]
     return (
         first_row + each.positions.astype(np.int64),
         np.full(count, trajectory, np.int64),
-        np.concatenate([each.token_ids, own_first], axis=1).astype(np.int64),
-        np.broadcast_to(np.arange(width) < k, (count, width)),
-        np.pad(taught, ((0, 0), (0, width - k))).astype(np.float32),
+        np.where(is_token, token_ids, each.token_ids[:, :1]).astype(np.int64),
+        is_token,
+        np.where(is_token, np.pad(taught, ((0, 0), (0, width - k))), 0.0).astype(np.float32),
         np.zeros(count, np.float32) if each.tails is None else each.tails,
         np.full(count, each.has_tail_cell),
         each.weights,

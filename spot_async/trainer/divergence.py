@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spot_async.terms import LEAST_NATS
 from spot_async.trainer.batching import DIVERGENCE_FIELDS, MicroBatch, SoftRows
+from spot_async.types import LEAST_NATS
 
 
 def soft_target_losses(batch: MicroBatch, logprobs: Tensor, tail_logprobs: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from spot_async.models.chunks import UNKNOWN
 from spot_async.types import (
+    NO_TOKEN,
     Divergence,
     IntArray,
     Pull,
@@ -95,7 +96,8 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
     for targets in each.soft_targets:
         count, candidates = len(targets.positions), targets.token_ids.shape[-1]
         _check_ids("soft_targets.positions", targets.positions, (count,), tokens[0])
-        _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size)
+        _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size, least=NO_TOKEN)
+        _require(bool((targets.token_ids[:, :1] != NO_TOKEN).all()), "soft_targets.token_ids have a row without tokens")
         _check_array("soft_targets.probabilities", targets.probabilities, (count, candidates), "f")
         _check_array("soft_targets.weights", targets.weights, (count,), "f")
         if targets.tails is not None:
@@ -219,7 +221,7 @@ def _check_targets(targets: SoftTargets, vocab_size: int) -> None:
     if targets.tails is not None or (kind is not None and (kind.is_conditional or kind.reverse > 0)):
         ordered = np.sort(targets.token_ids, axis=1)
         _require(
-            not bool((ordered[:, 1:] == ordered[:, :-1]).any()),
+            not bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_TOKEN)).any()),
             "soft_targets.token_ids name a token twice in a row, and its divergence counts the tokens",
         )
     if kind is not None:
@@ -261,9 +263,9 @@ def _check_divergence(kind: Divergence, targets: SoftTargets, cells: npt.NDArray
     )
 
 
-def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: int) -> None:
+def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: int, *, least: int = 0) -> None:
     _check_array(name, ids, shape, "i")
-    _require(not ids.size or bool(ids.min() >= 0 and ids.max() < limit), f"{name} are not all in 0 to {limit - 1}")
+    _require(not ids.size or bool(ids.min() >= least and ids.max() < limit), f"{name} are not all in 0 to {limit - 1}")
 
 
 def _check_array(name: str, values: npt.NDArray[Any], shape: tuple[int, ...], kind: str) -> None:

@@ -44,6 +44,9 @@ def tree(models: dict[str, Path], name: str, policy: Any = "opd", **teacher: Any
     }
 
 
+DISTILL = {"kind": "distill", "divergence": "jsd"}
+
+
 def refusal(given: dict[str, Any]) -> str:
     with pytest.raises(SpotError) as found:
         plan_training(config_from(given), starts=False)
@@ -55,10 +58,13 @@ def refusal(given: dict[str, Any]) -> str:
     ("name", "changes", "words"),
     [
         ("joined", {"tokenizer": "student"}, "different vocabularies .*; set teacher.tokenizer=own if it is to read"),
-        ("joined", {"policy": "eopd"}, "teacher.tokenizer=own: policy eopd asks for its distribution .*: use opd"),
-        ("joined", {"policy": "spot"}, "teacher.tokenizer=own: policy spot asks for its distribution"),
-        ("joined", {"policy": {"kind": "distill", "divergence": "reverse_kl"}}, "policy distill asks for its"),
-        ("joined", {"policy": {"kind": "kd", "forward_kl_weight": 0}}, "policy kd lets it write .*served_model"),
+        ("joined", {"policy": "eopd"}, "teacher.tokenizer=own: policy eopd asks it for a distribution without a tail"),
+        ("joined", {"policy": "kd"}, "policy kd asks it for a distribution without a tail.*kd with policy.forward_kl"),
+        ("joined", {"policy": {**DISTILL, "tail": False}}, "policy distill asks it for a distribution without a tail"),
+        ("joined", {"policy": {**DISTILL, "tail": "conditional"}}, "policy distill asks it for a distribution without"),
+        ("joined", {"policy": {**DISTILL, "support": "student"}}, "policy distill asks it about tokens that it"),
+        ("joined", {"policy": {**DISTILL, "support": "whole"}}, "policy distill asks it for its whole distribution"),
+        ("splitting", {"policy": DISTILL}, "policy distill needs its distribution, and .*% of the places .*: use opd"),
         ("joined", {"follows": {"every": 1}}, "tokenizer=own beside follows: the student has its own tokenizer"),
         ("joined", {"served_by": "student"}, "tokenizer=own beside served_by=student: the student has its own"),
         ("teacher", {"tokenizer": "student", "special_tokens": {"a": "b"}}, "special_tokens: only tokenizer=own needs"),
@@ -69,8 +75,10 @@ def refusal(given: dict[str, Any]) -> str:
 )  # fmt: skip
 def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, words):
     given = tree(models, name, **changes)
-    if name == "rewriting":
-        problems = [{"id": f"p{n}", "problem": f"a=1{n}", "answer": "1"} for n in range(8)]
+    if name == "splitting":
+        given["student"]["model"], given["teacher"]["model"] = str(models["joined"]), str(models["teacher"])
+    if (text := {"rewriting": "a=1", "splitting": "+1-2+3"}.get(name)) is not None:
+        problems = [{"id": f"p{n}", "problem": f"{text}{n}", "answer": "1"} for n in range(8)]
         path = tmp_path / "problems.jsonl"
         path.write_text("".join(json.dumps(each) + "\n" for each in problems))
         given["data"] = {"train": str(path)}
@@ -136,15 +144,21 @@ import spot_async as spot
 class Asking:
     class Settings(spot.PluginSettings):
         top_k: int = 0
+        asked: int = 0
 
     def __init__(self, settings, context):
-        self.top_k, self.needs = settings.top_k, spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, outcomes=False)
+        self.top_k = settings.top_k
+        self.needs = spot.PolicyNeeds(
+            teacher_top_k=1, asked_top_k=settings.asked, outcomes=False, term_bytes_per_token=60
+        )
 
     async def supervise(self, prompt, stages):
         rollout = await stages.rollout()
         scores = await stages.score(rollout.token_ids, top_k=self.top_k)
         assert scores.chunks is not None
-        supervision = spot.on_policy(prompt, rollout, pulls=(spot.pull(scores),))
+        has_tail = self.top_k < 5
+        rows = (spot.compared(scores, spot.jsd(0.5), has_tail=has_tail),) if self.top_k else ()
+        supervision = spot.on_policy(prompt, rollout, pulls=(spot.pull(scores),), soft_targets=rows)
         return [spot.Sample(supervision=supervision, metrics={}, record={})]
 """
 
@@ -152,8 +166,10 @@ class Asking:
 def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch):
     (tmp_path / "asking_policy.py").write_text(POLICY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for top_k, fault in ((0, None), (4, "asks for the teacher's top-4, and it reads in tokens of its own")):
-        config = config_from(tree(models, "joined", policy={"kind": "asking_policy:Asking", "top_k": top_k}))
+    without_tail = "rows are compared with their tail: give has_tail=True"
+    for top_k, asked, fault in ((0, 0, None), (4, 0, "its needs do not state it"), (4, 4, None), (5, 5, without_tail)):
+        settings = {"kind": "asking_policy:Asking", "top_k": top_k, "asked": asked}
+        config = config_from(tree(models, "joined", policy=settings))
         plan = plan_training(config, starts=False)
         if fault is None:
             assert rehearse(config, plan) == []

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.errors import ConfigError, ContractError
-from spot_async.models.chunks import UNKNOWN
-from spot_async.models.own_tokens import OwnTokens, Reading
-from spot_async.models.token_bytes import TokenBytes
+from spot_async.errors import ConfigError, ContractError, PermanentError
+from spot_async.models.chunks import UNKNOWN, Reading
+from spot_async.models.own_tokens import OwnTokens
+from spot_async.models.responses import sampled_tokens
+from spot_async.models.retokenizing import Encoder
 from spot_async.stages.teachers import NOTHING_SCORED
-from spot_async.types import TokenScores
+from spot_async.testing.services import generation
+from spot_async.types import LEAST_NATS, NO_TOKEN, TokenScores
 
 END, START, THINK = "<|im_end|>", "<|im_start|>", "<think>"
 PADDED = 5  # ids of a softmax beyond the tokenizer's
@@ -56,12 +58,13 @@ WORDS = of_bytes("the sum the theorem sum is", "世 ba ba aab  a  b")
 BYTES = of_bytes("")
 SENTENCES = of_sentences()
 KINDS = {"numbers": NUMBERS, "words": WORDS, "bytes": BYTES, "sentences": SENTENCES}
-TABLES = {name: TokenBytes(tokenizer, len(tokenizer) + PADDED) for name, tokenizer in KINDS.items()}
+ENCODERS = {name: Encoder(tokenizer, len(tokenizer) + PADDED) for name, tokenizer in KINDS.items()}
+TABLES = {name: encoder.table for name, encoder in ENCODERS.items()}
 
 
 def own(student: str, teacher: str, **settings: Any) -> OwnTokens:
     ends = {"student_ends": [KINDS[student].eos_token_id], "teacher_ends": [KINDS[teacher].eos_token_id]}
-    return OwnTokens(TABLES[student], TABLES[teacher], KINDS[teacher], **(ends | settings))
+    return OwnTokens(ENCODERS[student], ENCODERS[teacher], **(ends | settings))
 
 
 PAIRS = {(one, other): own(one, other) for one in KINDS for other in KINDS}
@@ -70,7 +73,7 @@ PAIRS = {(one, other): own(one, other) for one in KINDS for other in KINDS}
 def under(teacher: Any, **settings: Any) -> OwnTokens:
     """The student that counts in numbers, under another teacher."""
     ends = {"student_ends": [NUMBERS.eos_token_id], "teacher_ends": [teacher.eos_token_id]}
-    return OwnTokens(TABLES["numbers"], TokenBytes(teacher, len(teacher)), teacher, **(ends | settings))
+    return OwnTokens(ENCODERS["numbers"], Encoder(teacher, len(teacher)), **(ends | settings))
 
 
 def written(name: str, text: str) -> list[int]:
@@ -233,8 +236,7 @@ def test_a_token_that_only_one_side_calls_special_is_matched_by_its_text_too(of_
     plain.add_tokens([text])
     student, teacher = (with_text, plain) if of_student else (plain, with_text)
     pair = OwnTokens(
-        *(TokenBytes(each, len(each)) for each in (student, teacher)),
-        teacher,
+        *(Encoder(each, len(each)) for each in (student, teacher)),
         student_ends=[student.eos_token_id],
         teacher_ends=[teacher.eos_token_id],
     )
@@ -245,10 +247,8 @@ def test_a_token_that_only_one_side_calls_special_is_matched_by_its_text_too(of_
 
 
 def test_a_token_beyond_the_teachers_softmax_is_unknown_from_there_on():
-    short = TokenBytes(WORDS, 257)
-    pair = OwnTokens(
-        TABLES["numbers"], short, WORDS, student_ends=[NUMBERS.eos_token_id], teacher_ends=[WORDS.eos_token_id]
-    )
+    ends = {"student_ends": [NUMBERS.eos_token_id], "teacher_ends": [WORDS.eos_token_id]}
+    pair = OwnTokens(ENCODERS["numbers"], Encoder(WORDS, 257), **ends)
     reading = pair.read(ended("12 the sum"))
     assert reading.ours[0] != UNKNOWN
     assert reading.ours[-1] == UNKNOWN
@@ -330,13 +330,145 @@ def test_a_chunk_of_which_the_teacher_knows_a_part_is_unknown():
     assert (scores.chunks == np.where(scores.known, reading.ours, UNKNOWN)).all()
 
 
+def test_chunks_of_a_server_that_reads_text_and_those_of_tokens_are_joined():
+    pair = PAIRS["numbers", "bytes"]
+    response = ended(" 1234=1")
+    reading = pair.read(response)
+    assert reading.theirs.tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    said = msgspec.structs.replace(said_of(reading), chunks=np.array([0, 1, 2, 3, 4, 4, 5, 6], np.int32))
+    scores = pair.scores(said, reading, 0)
+    assert scores.chunks.tolist() == [0, 0, 1, 2]
+    assert scores.logprobs[:2].sum() == pytest.approx(said.logprobs[:6].sum())
+
+
 @pytest.mark.parametrize(
     "ask", [lambda pair: pair.candidates(np.zeros(1, np.int32)), lambda pair: pair.positions(None)]
 )
-def test_what_only_rows_could_answer_is_refused(ask):
+def test_what_a_policy_asks_of_tokens_that_it_chooses_is_refused(ask):
     pair = PAIRS["numbers", "words"]
     with pytest.raises(ContractError, match="reads in tokens of its own"):
         ask(pair)
+
+
+@given(st.sampled_from(sorted(PAIRS)), TEXTS, st.booleans())
+def test_what_the_teacher_writes_becomes_the_students_tokens_of_the_same_text(pair, text, ends):
+    student, teacher = pair
+    ids = np.array([*_without_blank(teacher, text), *([KINDS[teacher].eos_token_id] if ends else [])], np.int32)
+    response = PAIRS[pair].written(generation(ids, finish_reason="stop" if ends else "length"))
+    expected = [*_without_blank(student, text), *([KINDS[student].eos_token_id] if ends else [])]
+    assert response.token_ids.tolist() == expected
+    assert (response.finish_reason, len(response.logprobs)) == ("stop" if ends else "length", len(expected))
+    assert not sampled_tokens(response).any(), "no student wrote it"
+
+
+def test_what_the_teacher_writes_stops_before_what_the_student_has_no_token_for():
+    tool = "<tool_call>"
+    teacher = of_bytes("", specials=(END, THINK, tool))
+    ids = [teacher.convert_tokens_to_ids(name) for name in (THINK, "1", tool, "2", END)]
+    response = under(teacher).written(generation(ids, finish_reason="stop"))
+    assert NUMBERS.convert_ids_to_tokens(response.token_ids.tolist()) == [THINK, "1"]
+    assert response.finish_reason == "length"
+    cut = under(teacher).written(generation(teacher.encode("1\u4e16")[:-1], finish_reason="length"))
+    assert NUMBERS.decode(cut.token_ids) == "1", "no half of a character"
+
+
+def test_the_teacher_continues_the_whole_prefix_or_says_from_where_it_cannot():
+    pair = PAIRS["numbers", "words"]
+    assert WORDS.decode(pair.prefix(np.array(written("numbers", "the sum 12"), np.int32))) == "the sum 12"
+    half = np.array(written("bytes", "1\u4e16")[:-1], np.int32)
+    with pytest.raises(PermanentError, match=r"is to continue 3 tokens, and has none of its own for those from 1 on"):
+        PAIRS["bytes", "words"].prefix(half)
+    think = NUMBERS.convert_tokens_to_ids(THINK)
+    assert pair.stop(np.array([think], np.int32)).tolist() == [WORDS.convert_tokens_to_ids(THINK)]
+    with pytest.raises(ContractError, match="stops the teacher at token"):
+        pair.stop(np.array(written("numbers", "12")[:1], np.int32))
+
+
+def rows_said(rows: list[dict[str, float]], teacher: str) -> TokenScores:
+    """What a teacher says: at each of its tokens, probabilities of some."""
+    names = KINDS[teacher].get_vocab()
+    ranked = [sorted(row.items(), key=lambda each: -each[1]) for row in rows]
+    return msgspec.structs.replace(
+        NOTHING_SCORED,
+        logprobs=np.full(len(rows), -1.0, np.float32),
+        topk_ids=np.array([[names[name] for name, _ in row] for row in ranked], np.int32),
+        topk_logprobs=np.log(np.array([[mass for _, mass in row] for row in ranked], np.float32)),
+    )
+
+
+def placed(student: str, teacher: str, text: str, row: dict[str, float], longer: dict[str, float], k: int = 3) -> Any:
+    """The first row of a text's scores, if the teacher says `row` everywhere: its tokens, and whether it is one."""
+    share = np.zeros(len(TABLES[teacher].bytes_of), np.float32)
+    for name, each in longer.items():
+        share[KINDS[teacher].get_vocab()[name]] = each
+    pair = PAIRS[student, teacher].with_rows(share)
+    reading = pair.read(np.array([*_without_blank(student, text), KINDS[student].eos_token_id], np.int32))
+    scores = pair.scores(rows_said([row] * len(reading.ids), teacher), reading, k)
+    assert scores.rows is not None
+    found = {
+        KINDS[student].convert_ids_to_tokens(token_id): round(float(np.exp(logprob)), 5)
+        for token_id, logprob in zip(scores.topk_ids[0].tolist(), scores.topk_logprobs[0].tolist(), strict=True)
+        if token_id != NO_TOKEN
+    }
+    return found, bool(scores.rows[0]), scores
+
+
+def test_a_row_has_each_candidates_mass_at_the_first_token_that_the_student_has_for_it():
+    """Both `1` and `2` of the digits' teacher are tokens of the student, and `12`, `123` begin with its `1`."""
+    row = {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.1}
+    found, is_valid, scores = placed("bytes", "sentences", "ab", row, {})
+    assert (found, is_valid) == ({"1": 0.8, "=": 0.1}, True)
+    assert scores.topk_ids[0, 2] == NO_TOKEN
+    assert scores.topk_logprobs[0, 2] == LEAST_NATS
+    cells = np.array([0.8, 0.1, 0.1])
+    assert scores.entropy_lower[0] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
+    others = len(TABLES["bytes"].bytes_of) - 2
+    assert scores.entropy_upper[0] == pytest.approx(scores.entropy_lower[0] + 0.1 * np.log(others), abs=1e-5)
+    found, _, _ = placed("bytes", "sentences", "ab", row, {}, k=1)
+    assert found == {"1": 0.8}
+
+
+def test_the_digit_trap_has_no_row():
+    """A teacher that writes digits one by one says `1` where the student would write `12`: nobody knows how often."""
+    row = {"1": 0.6, "=": 0.3}
+    assert placed("numbers", "bytes", "12", row, {"1": 0.8})[:2] == ({"=": 0.3}, False)
+    assert placed("numbers", "bytes", "12", row, {"1": 0.05})[:2] == ({"1": 0.6, "=": 0.3}, True)
+    assert placed("numbers", "bytes", "12", {"=": 0.9, "1": 0.01}, {"1": 0.8})[:2] == ({"=": 0.9}, True)
+
+
+def test_rows_stand_where_chunks_start_and_are_known():
+    share = np.zeros(len(TABLES["bytes"].bytes_of), np.float32)
+    pair = PAIRS["numbers", "bytes"].with_rows(share)
+    reading = pair.read(ended("1234 = 12"))
+    said = rows_said([{"1": 0.5, "2": 0.25}] * len(reading.ids), "bytes")
+    known = np.ones(len(reading.ids), np.bool_)
+    known[0] = False
+    scores = pair.scores(msgspec.structs.replace(said, valid=known), reading, 2)
+    starts = np.diff(reading.ours, prepend=UNKNOWN) > 0
+    assert scores.known_rows.tolist() == [bool(start) and place > 0 for place, start in enumerate(starts)]
+    assert (scores.topk_ids[scores.known_rows] != NO_TOKEN).all()
+    with pytest.raises(ContractError, match="its needs do not state it"):
+        PAIRS["numbers", "bytes"].scores(said, reading, 2)
+
+
+def test_ends_and_special_tokens_have_their_own_place_and_others_of_the_teachers_ends_none():
+    both = [NUMBERS.eos_token_id, NUMBERS.convert_tokens_to_ids(START)]
+    end, other, think = (WORDS.convert_tokens_to_ids(name) for name in (END, START, THINK))
+    pair = own("numbers", "words", student_ends=both, teacher_ends=[end, other])
+    pair = pair.with_rows(np.zeros(len(TABLES["words"].bytes_of), np.float32))
     reading = pair.read(ended("12"))
-    with pytest.raises(ContractError, match=r"asks for the teacher's top-4, and it reads in tokens of its own"):
-        pair.scores(said_of(reading), reading, 4)
+    said = rows_said([{END: 0.4, START: 0.3, THINK: 0.2}] * len(reading.ids), "words")
+    scores = pair.scores(said, reading, 3)
+    assert scores.topk_ids[0].tolist() == [both[0], NUMBERS.convert_tokens_to_ids(THINK), NO_TOKEN]
+    assert [end, other, think] == said.topk_ids[0].tolist()
+
+
+def test_under_equal_tokenizers_rows_are_the_teachers_own():
+    pair = PAIRS["words", "words"].with_rows(np.zeros(len(TABLES["words"].bytes_of), np.float32))
+    response = np.array([*written("words", "the sum is 12"), WORDS.eos_token_id], np.int32)
+    reading = pair.read(response)
+    said = rows_said([{"the": 0.5, "1": 0.25, "2": 0.125}] * len(response), "words")
+    scores = pair.scores(said, reading, 3)
+    assert scores.topk_ids.tolist() == said.topk_ids.tolist()
+    np.testing.assert_allclose(scores.topk_logprobs, said.topk_logprobs, atol=1e-6)
+    assert scores.known_rows.all()

@@ -27,8 +27,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**found, "joined": with_joined_tokens(folder / "joined")}
 
 
-async def trained(directory: Path, student: Path, teacher: dict[str, Any], *overrides: str) -> Path:
-    """Train by OPD and return the run's directory."""
+async def trained(
+    directory: Path, student: Path, teacher: dict[str, Any], *overrides: str, policy: Any = "opd"
+) -> Path:
+    """Train and return the run's directory."""
     await spot_async.run_async(
         {
             "student": {"model": str(student)},
@@ -36,7 +38,7 @@ async def trained(directory: Path, student: Path, teacher: dict[str, Any], *over
             "data": {"train": str(ROOT / "examples/running_sum/data/heldout.jsonl")},
             "prompt": {"instruction": ""},
             "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
-            "policy": "opd",
+            "policy": policy,
             "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 2e-4},
             "run": {"directory": str(directory)},
         },
@@ -163,6 +165,64 @@ async def test_advantages_are_nearly_those_of_a_teacher_with_the_students_tokens
         found.append(advantages(said, student, tokenizer.convert_ids_to_tokens(ids)))
         right.append(np.where(np.isnan(said), 0, dense - student))
     assert np.corrcoef(np.concatenate(found), np.concatenate(right))[0, 1] > 0.9
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_spot_probes_where_chunks_start_and_says_that_nothing_is_certain(
+    models, tmp_path, servers_on_threads, trainer_on_thread, staleness
+):
+    policy = {"kind": "spot", "score_top_k": 8, "served_top_k": 12, "gate": False}
+    settings = [f"max_staleness={staleness}"]
+    run = await trained(tmp_path / "run", models["student"], joined(models), *settings, policy=policy)
+    probed = 0
+    for sample in samples_of(run):
+        starts = {0, *(np.flatnonzero(np.diff(sample["teacher_chunks"])) + 1).tolist()}
+        for branch in sample["branches"]:
+            probed += 1
+            assert branch["position"] in starts
+            assert branch["certain"] is False
+            assert 2 <= len(branch["candidates"]) <= 4
+        assert sample["selection"] == "uncertain"
+    assert probed > 8
+    for row in metrics_of(run):
+        assert 0 < row["teacher/rows"] <= 1
+        assert row["spot/selection_uncertain"] == 1
+
+
+@pytest.mark.long
+async def test_distill_compares_where_chunks_start_and_the_teacher_is_approached(
+    models, tmp_path, servers_on_threads, trainer_on_thread
+):
+    policy = {"kind": "distill", "divergence": "jsd", "top_k": 8}
+    longer = ["training.iterations=12", "training.batch_size=32", "training.learning_rate=1e-3"]
+    train = f"data.train={ROOT / 'examples/running_sum/data/train.jsonl'}"
+    run = await trained(tmp_path / "run", models["student"], joined(models), *longer, train, policy=policy)
+    first, *_, last = (row["train/divergence"] for row in metrics_of(run))
+    assert last < 0.7 * first
+
+
+@pytest.mark.long
+async def test_the_student_learns_what_a_teacher_with_other_tokens_writes(
+    models, tmp_path, servers_on_threads, trainer_on_thread
+):
+    policy = {"kind": "kd", "forward_kl_weight": 0}
+    longer = ["training.iterations=12", "training.batch_size=16", "training.learning_rate=1e-3"]
+    train = f"data.train={ROOT / 'examples/running_sum/data/train.jsonl'}"
+    run = await trained(tmp_path / "run", models["student"], joined(models), *longer, train, policy=policy)
+    tokenizer = spot_async.Vocabulary.load(models["student"]).tokenizer
+    for sample in samples_of(run)[:16]:
+        ids = sample["response_ids"]
+        ended = sample["finish_reason"] == "stop"
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids[: len(ids) - ended], "as the student writes it"
+    first, *_, last = (row["train/loss"] for row in metrics_of(run))
+    assert last < 0.8 * first
+    assert metrics_of(run)[0]["teacher/accuracy"] > 0.5
 
 
 def said_of(sample: dict[str, Any]) -> np.ndarray[Any, Any]:

@@ -25,10 +25,15 @@ async def test_a_teacher_is_asked_for_no_more_than_has_room_in_its_context_and_f
     room: list[int | None] = []
 
     class Own:
+        limit = None
+
+        def ends(self, stop_token_ids: Any) -> Any:
+            return stop_token_ids
+
         def read(self, response_ids: Any, most_tokens: int | None = None) -> Reading:
             room.append(most_tokens)
             chunks = np.arange(len(response_ids) if response_ids[0] else 0, dtype=np.int32)
-            return Reading(chunks, chunks, chunks, chunks[:0]).within(most_tokens or 0)
+            return Reading(chunks, chunks, chunks).within(most_tokens or 0)
 
         def wider(self, *given: Any) -> None:
             pass

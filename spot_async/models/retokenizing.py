@@ -1,0 +1,192 @@
+"""Reads a text that one tokenizer cut into tokens in the tokens of another.
+
+The tokens that are given, the source's, are bytes. The target's tokenizer cuts the same bytes in its own way. Where
+both have a border, a *chunk* ends. Tokens are matched by bytes, never by their texts. Where the bytes differ,
+everything behind is unknown. Pure.
+
+Axes: T tokens of the source, M of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spot_async.models.chunks import UNKNOWN, Reading
+from spot_async.models.token_bytes import TokenBytes
+from spot_async.types import IntArray
+
+if TYPE_CHECKING:  # slow to import
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+SENTINELS = ("\n", ".", "x")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of a response is read at once: a run of text, or one token that is none. Its chunks count from 0."""
+
+    ids: IntArray
+    theirs: IntArray
+    ours: IntArray
+    is_whole: bool  # else nothing behind it can be read either
+
+    @classmethod
+    def one(cls, token_id: int) -> _Part:
+        return cls(np.array([token_id]), np.zeros(1, np.int32), np.zeros(1, np.int32), is_whole=True)
+
+    @property
+    def chunks(self) -> int:
+        return int(self.theirs.max(initial=UNKNOWN)) + 1
+
+
+class Encoder:
+    """Cuts a text that stands behind other tokens. Special tokens in a text are the letters that spell them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        """Raises ConfigError for a tokenizer that does not say which bytes its tokens have."""
+        self.table = TokenBytes(tokenizer, vocab_size)
+        self._tokenizer = _literal(tokenizer)
+        self._adds_blank = b"".join(_contents(self._tokens("x"), self.table)).startswith(b" ")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text; none if nobody can tell them.
+
+        Some tokenizers put a blank before whatever begins. So the text begins with a sentinel there, whose tokens are
+        dropped.
+        """
+        if not (self._adds_blank and text):
+            return self._tokens(text)
+        for sentinel in SENTINELS:
+            ids = self._tokens(sentinel + text)
+            for first in range(1, 4):
+                if b"".join(_contents(ids[:first], self.table)).lstrip(b" ") == sentinel.encode():
+                    return ids[first:]
+        return []
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+
+class Retokenizer:
+    """Two tokenizers, and what is equal in them besides text: special tokens, and the ends of responses."""
+
+    def __init__(
+        self, source: TokenBytes, target: Encoder, *, counterparts: Mapping[int, int], ends: Set[int], end: int
+    ) -> None:
+        """`ends` are the source's tokens that end a response, and `end` is the target's in their place."""
+        self._source, self._target = source, target
+        self._ends, self._end = ends, end
+        self._counterparts = counterparts
+        self._is_text = ~source.special
+        self._is_text[list(counterparts)] = False
+
+    def read(self, ids: IntArray, *, as_it_stands: bool = False) -> Reading:
+        """Return tokens (T,) in the target's.
+
+        Where the text breaks off, the last chunk is unknown: had it gone on, the target might have cut it otherwise.
+        What is to be read `as_it_stands` has that chunk too.
+        """
+        ended = len(ids) > 0 and int(ids[-1]) in self._ends
+        pieces = self._pieces(ids[: len(ids) - ended])
+        parts: list[_Part] = []
+        for number, piece in enumerate(pieces, 1):
+            breaks_off = not ended and number == len(pieces)
+            parts.append(self._read_piece(piece, breaks_off=breaks_off, as_it_stands=as_it_stands))
+            if not parts[-1].is_whole:
+                break
+        if ended and all(part.is_whole for part in parts):
+            parts.append(_Part.one(self._end))
+        first_chunks = np.cumsum([0, *(part.chunks for part in parts)])
+        known = _joined(
+            np.where(part.ours == UNKNOWN, UNKNOWN, part.ours + first)
+            for part, first in zip(parts, first_chunks, strict=False)
+        )
+        return Reading(
+            ids=_joined(part.ids for part in parts),
+            theirs=_joined(part.theirs + first for part, first in zip(parts, first_chunks, strict=False)),
+            ours=np.concatenate([known, np.full(len(ids) - len(known), UNKNOWN, np.int32)]),
+        )
+
+    def _pieces(self, ids: IntArray) -> list[IntArray]:
+        """Return the ids in runs of text, and each special token by itself."""
+        special = ~self._is_text[ids]
+        cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
+        return [piece for piece in np.split(ids, cuts) if len(piece)]
+
+    def _read_piece(self, ids: IntArray, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+        """Read a special token or a run of text."""
+        if self._is_text[token_id := int(ids[0])]:
+            return self._read_text(ids, breaks_off=breaks_off, as_it_stands=as_it_stands)
+        if token_id in self._counterparts:
+            return _Part.one(self._counterparts[token_id])
+        return _Part(ids[:0], ids[:0], np.array([UNKNOWN]), is_whole=False)
+
+    def _read_text(self, ids: IntArray, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+        contents = _contents(ids.tolist(), self._source)
+        content = b"".join(contents)
+        text = _text_at_start(content)
+        is_cut = len(contents) < len(ids) or len(text) < len(content)
+        their_ids = self._target.encode(text.decode())
+        their_contents = _contents(their_ids, self._target.table)
+        equal = _equal_bytes(text, b"".join(their_contents))
+        our_ends = np.cumsum([len(each) for each in contents], dtype=np.int64)
+        their_ends = np.cumsum([len(each) for each in their_contents], dtype=np.int64)
+        borders = np.intersect1d(our_ends, their_ends)
+        is_open = (breaks_off or is_cut) and not as_it_stands
+        last = equal - 1 if is_open and equal == len(text) else equal
+        borders = borders[(borders > 0) & (borders <= last)]
+        ours = np.full(len(ids), UNKNOWN, np.int32)
+        ours[: len(our_ends)] = np.searchsorted(borders, our_ends)
+        ours[ours == len(borders)] = UNKNOWN
+        theirs = np.searchsorted(borders, their_ends).astype(np.int32)
+        theirs = theirs[theirs < len(borders)]
+        is_whole = not is_cut and equal == len(text)
+        return _Part(np.array(their_ids[: len(theirs)], np.int32), theirs, ours, is_whole=is_whole)
+
+
+def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return a tokenizer of its own that takes special tokens in a text for the letters that spell them."""
+    from tokenizers import Tokenizer
+
+    literal = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    literal.encode_special_tokens = True
+    literal.no_truncation()
+    literal.no_padding()
+    return literal
+
+
+def _contents(ids: Iterable[int], table: TokenBytes) -> list[bytes]:
+    """Return the bytes of each token, up to the first that has none."""
+    contents: list[bytes] = []
+    for token_id in ids:
+        content = table.bytes_of[token_id] if token_id < len(table.bytes_of) else None  # it has no row in the softmax
+        if content is None:
+            break
+        contents.append(content)
+    return contents
+
+
+def _text_at_start(content: bytes) -> bytes:
+    """Return the bytes up to the first that belongs to no character, or to one that is not finished."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return content[: error.start]
+    return content
+
+
+def _equal_bytes(one: bytes, other: bytes) -> int:
+    """Return how many bytes both have in common at their start."""
+    length = min(len(one), len(other))
+    differ = np.frombuffer(one, np.uint8, length) != np.frombuffer(other, np.uint8, length)
+    return int(np.argmax(differ)) if differ.any() else length
+
+
+def _joined(parts: Iterable[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
