@@ -61,6 +61,7 @@ from .replies import (
     prompt_rows,
     retokenized,
     token_scores,
+    with_chunks,
 )
 from .text_alignment import align, as_text
 
@@ -245,7 +246,8 @@ class OpenAIBackend(RemoteBackend):
                 at = np.arange(prompt_tokens, len(ids), dtype=np.int32)
             else:
                 assert texts is not None
-                at = align(sent, rows.token_ids, texts)[prompt_tokens:]
+                aligned = align(sent, rows.token_ids, texts)
+                at = aligned.same[prompt_tokens:]
             scores = yield from token_scores(
                 rows,
                 at,
@@ -256,7 +258,8 @@ class OpenAIBackend(RemoteBackend):
                 noise_nats=self._noise_nats,
             )
             check_scores(scores, request.response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
-            return scores
+            # A policy that asks for rows gets them where the server's token is ours, and nothing elsewhere.
+            return scores if sent is None or top_k else with_chunks(scores, aligned, rows, prompt_tokens)
 
         return await self._server.ask_in_steps(
             COMPLETIONS, self._with_fields(body), decode, deadline=request.deadline, size=request_size(body, len(ids))

@@ -33,6 +33,7 @@ from spot_async.types import (
 from ..shared.bodies import ROWS_PER_STEP, Steps
 from ..shared.replies import ABORTED, only
 from ..shared.token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
+from .text_alignment import Alignment
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
@@ -210,6 +211,21 @@ def token_scores(
         version=WeightVersion(0, 0),
     )
     return _scattered(found, positions[known], len(at), vocab_size)
+
+
+def with_chunks(scores: TokenScores, aligned: Alignment, rows: PromptRows, prompt_tokens: int) -> TokenScores:
+    """Return scores that also know the response's tokens which the server cut otherwise: their sums, in even parts."""
+    in_prompt = np.isin(aligned.ours, aligned.ours[:prompt_tokens])
+    chunks = np.where(in_prompt, -1, aligned.ours)[prompt_tokens:].astype(np.int32)
+    known = chunks >= 0
+    if (known == scores.known).all():
+        return scores
+    chosen: list[int] = np.flatnonzero(np.isin(aligned.theirs, chunks[known])).tolist()
+    sums = np.bincount(aligned.theirs[chosen], rows.own(chosen, [rows.read_row(rows.rows[at]) for at in chosen]))
+    even = sums[chunks[known]] / np.bincount(chunks[known])[chunks[known]]
+    logprobs = np.zeros(len(chunks), np.float32)
+    logprobs[known] = even
+    return msgspec.structs.replace(scores, logprobs=logprobs, valid=known, chunks=chunks, rows=scores.known)
 
 
 def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int) -> tuple[Float64Array, Float64Array]:

@@ -1,14 +1,15 @@
 """Finds which of our tokens a server read as we meant them, after it tokenised a text that we sent.
 
-Pure. Tokens are compared by the bytes that they cover. What cannot be placed with certainty is left out. A position
-counts only if the server's token there is ours, and everything before it is the same text with the same special tokens.
-How the text before was cut into tokens may differ.
+Pure. Tokens are compared by the bytes that they cover. What cannot be placed with certainty is left out. A chunk
+(`models/chunks.py`) counts only if everything before it is the same text with the same special tokens. How the text
+before was cut into tokens may differ, and a single position counts only if the server's token there is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,20 +54,43 @@ def as_text(token_ids: IntArray, texts: TokenTexts) -> SentText:
     return SentText(token_ids, content, spans)
 
 
-def align(sent: SentText, server_ids: Sequence[int], texts: TokenTexts) -> IntArray:
-    """Return for each of our tokens (N,) the index in `server_ids` of the same token, or -1.
+class Alignment(NamedTuple):
+    """What of a text both cut at the same bytes. Chunks are numbered in order, -1 where a token is in none."""
 
-    `server_ids` are the tokens that the server made of the text; `UNKNOWN` where it did not say which.
+    ours: IntArray  # (N,) the chunk of each of our tokens
+    theirs: IntArray  # (M,) the chunk of each of the server's
+    same: IntArray  # (N,) the server's token that is ours, alone in its chunk; -1 where there is none
+
+
+def align(sent: SentText, server_ids: Sequence[int], texts: TokenTexts) -> Alignment:
+    """Return the chunks of our tokens (N,) and of those that the server made of the text (M,).
+
+    `server_ids` has `UNKNOWN` where the server did not say which token it is.
     """
     spans = _placed(sent.content, server_ids, texts)
     limit = _faithful_bytes(sent, spans, server_ids, texts)
-    at = {int(start): j for j, (start, _) in enumerate(spans) if start >= 0}
-    found = np.full(len(sent.token_ids), -1, dtype=np.int32)
-    for i, (token_id, (start, end)) in enumerate(zip(sent.token_ids.tolist(), sent.spans.tolist(), strict=True)):
-        j = at.get(start, -1) if 0 <= start < limit else -1
-        if j >= 0 and server_ids[j] == token_id and spans[j, 1] == end:
-            found[i] = j
-    return found
+    both = [_within(each, limit) for each in (sent.spans, spans)]
+    borders = np.intersect1d(both[0][both[0] >= 0], both[1][both[1] >= 0])
+    numbers = [np.where(each[:, 0] < 0, -1, np.searchsorted(borders, each[:, 0], side="right") - 1) for each in both]
+    is_chunk = np.ones(len(borders) + 1, np.bool_)  # the last is that of tokens in none
+    is_chunk[-2:] = False
+    counts = []
+    for each, own in zip(both, numbers, strict=True):  # a chunk's tokens have all of its bytes
+        sizes = np.bincount(own[own >= 0], (each[:, 1] - each[:, 0])[own >= 0], len(borders))
+        is_chunk[:-2] &= sizes[:-1] == np.diff(borders)
+        counts.append(np.bincount(own[own >= 0], minlength=len(borders) + 1))
+    ours, theirs = (np.where(is_chunk[own], own, -1).astype(np.int32) for own in numbers)
+    of_chunk = np.full(len(borders) + 1, -1, np.int32)
+    of_chunk[theirs[theirs >= 0]] = np.flatnonzero(theirs >= 0)
+    same = np.where((counts[0][ours] == 1) & (counts[1][ours] == 1) & (ours >= 0), of_chunk[ours], -1)
+    is_same = (same >= 0) & (np.append(np.array(server_ids, np.int64), UNKNOWN)[same] == sent.token_ids)
+    return Alignment(ours, theirs, np.where(is_same, same, -1).astype(np.int32))
+
+
+def _within(spans: Spans, limit: int) -> Spans:
+    """Return the spans (N, 2) without those that have no bytes, or some beyond the limit."""
+    is_within = (spans[:, 0] >= 0) & (spans[:, 1] <= limit) & (spans[:, 1] > spans[:, 0])
+    return np.where(is_within[:, None], spans, -1)
 
 
 def _placed(content: bytes, server_ids: Sequence[int], texts: TokenTexts) -> Spans:

@@ -27,6 +27,7 @@ from spot_async.backends.openai.replies import (
     prompt_rows,
     retokenized,
     token_scores,
+    with_chunks,
 )
 from spot_async.backends.openai.text_alignment import align, as_text
 from spot_async.backends.shared.bodies import run_at_once
@@ -87,11 +88,31 @@ def test_both_servers_recorded_replies_say_the_same_of_a_prompt_in_every_form() 
         known = [read for read in rows.token_ids if read != UNKNOWN]
         assert len(known) >= len(PROMPT) - 2  # é is two tokens of one byte each
         sent = as_text(np.array(PROMPT, np.int32), TEXTS)
-        found = scores_of(rows, align(sent, rows.token_ids, TEXTS)[1:], texts=TEXTS)
+        found = scores_of(rows, align(sent, rows.token_ids, TEXTS).same[1:], texts=TEXTS)
         assert found.valid is not None
         assert found.valid.sum() >= 4
         np.testing.assert_allclose(found.logprobs[found.valid], expected.logprobs[found.valid], atol=2e-5)
         np.testing.assert_array_equal(found.topk_ids[found.valid, 0], expected.topk_ids[found.valid, 0])
+
+
+@pytest.mark.parametrize("server", [VLLM, SGLANG])
+def test_what_the_server_cut_otherwise_is_known_as_a_chunk_to_those_that_ask_for_no_more(server: Any) -> None:
+    rows = echoed_rows(choice(server["text_echo_plain"]), TEXTS, tokens=len(PROMPT))
+    byte_ids = {content: token_id for token_id, content in enumerate(TEXTS.bytes_of) if content and len(content) == 1}
+    of_each = [[byte_ids[bytes([byte])] for byte in TEXTS.bytes_of[token_id] or b""] for token_id in PROMPT[1:]]
+    cut = np.array([PROMPT[0], *itertools.chain.from_iterable(of_each)], np.int32)
+    aligned = align(as_text(cut, TEXTS), rows.token_ids, TEXTS)
+    alone = scores_of(rows, aligned.same[1:], top_k=0, texts=TEXTS)
+    scores = with_chunks(alone, aligned, rows, prompt_tokens=1)
+    # Neither server names the halves of the character that follows the eighth token.
+    assert (int(alone.known.sum()), int(scores.known.sum()), len(cut) - 1) == (5, 13, 26)
+    said = rows.own(range(1, 9), [])
+    for chunk, (sum_, own) in enumerate(zip(said, of_each, strict=False), 1):
+        found = scores.logprobs[scores.chunks == chunk]
+        assert found.tolist() == pytest.approx([sum_ / len(own)] * len(own), rel=1e-5)
+    assert (scores.known_rows == alone.known).all()
+    in_prompt = with_chunks(scores_of(rows, aligned.same[4:], top_k=0, texts=TEXTS), aligned, rows, prompt_tokens=4)
+    assert in_prompt.known[:3].tolist() == [False, True, True], "the rest of a chunk that begins in the prompt is none"
 
 
 def without_likeliest(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +142,7 @@ def test_the_less_is_asked_of_a_position_the_more_positions_are_known(
     else:
         rows = echoed_rows(found, texts, tokens=len(PROMPT) if texts is not None else None)
     sent = as_text(np.array(PROMPT, np.int32), TEXTS)
-    at = np.arange(len(PROMPT)) if not reads_text else align(sent, rows.token_ids, TEXTS)
+    at = np.arange(len(PROMPT)) if not reads_text else align(sent, rows.token_ids, TEXTS).same
     at = at[1:]
     known = [scores_of(rows, at, top_k=top_k, texts=texts).known for top_k in range(4)]
     for fewer, more in itertools.pairwise(known):

@@ -126,7 +126,8 @@ def test_unmasked_positions_are_the_tokens_we_asked_about_after_what_we_asked(
 ) -> None:
     sent = as_text(np.array(ids, np.int32), TEXTS)
     truth = cut(sent.content, data.draw, reads_specials=reads_specials)
-    found = align(sent, written(truth, convention), TEXTS)
+    aligned = align(sent, written(truth, convention), TEXTS)
+    found = aligned.same
 
     ours = np.cumsum([0, *(len(CONTENT[i] or b"") for i in ids)])
     theirs = np.cumsum([0, *(len(CONTENT[i] or b"") for i in truth)])
@@ -137,6 +138,12 @@ def test_unmasked_positions_are_the_tokens_we_asked_about_after_what_we_asked(
         assert theirs[at] == ours[position]  # after the same text
         specials = [(s, i) for s, i in zip(ours, ids, strict=False) if i in SPECIAL_IDS and s < ours[position]]
         assert specials == [(s, i) for s, i in zip(theirs, truth, strict=False) if i in SPECIAL_IDS and s < theirs[at]]
+    for chunk in set(aligned.ours[aligned.ours >= 0].tolist()):  # it has the same bytes on both sides
+        own, other = (np.flatnonzero(each == chunk) for each in (aligned.ours, aligned.theirs))
+        assert (ours[own[0]], ours[own[-1] + 1]) == (theirs[other[0]], theirs[other[-1] + 1])
+        inner = {*ours[own[1:]].tolist()} & {*theirs[other[1:]].tolist()}
+        assert not inner, "and could not be cut further"
+    assert (aligned.ours[found >= 0] >= 0).all()
 
 
 @settings(max_examples=100)
@@ -144,7 +151,7 @@ def test_unmasked_positions_are_the_tokens_we_asked_about_after_what_we_asked(
 def test_nothing_is_masked_where_the_server_says_by_ids_that_it_read_ours(ids: list[int]) -> None:
     sent = as_text(np.array(ids, np.int32), TEXTS)
     assert sent.content == b"".join(CONTENT[i] or b"" for i in ids)
-    np.testing.assert_array_equal(align(sent, ids, TEXTS), np.arange(len(ids)))
+    np.testing.assert_array_equal(align(sent, ids, TEXTS).same, np.arange(len(ids)))
 
 
 def token(text: str | bytes) -> int:
@@ -156,18 +163,18 @@ def test_masks_are_no_larger_than_they_must_be() -> None:
     ids = [token("ab"), token(" a"), token("世"), token(" a"), token("b"), SPECIAL_IDS[0]]
     sent = as_text(np.array(ids, np.int32), TEXTS)
     merged = [token("a"), token("b"), *ids[1:]]  # one token of ours in two
-    assert align(sent, merged, TEXTS).tolist() == [-1, 2, 3, 4, 5, 6]
+    assert align(sent, merged, TEXTS).same.tolist() == [-1, 2, 3, 4, 5, 6]
     unnamed = [ids[0], ids[1], UNKNOWN, *ids[3:]]
     # the one after an unknown may carry bytes that the server held back
-    assert align(sent, unnamed, TEXTS).tolist() == [0, 1, -1, -1, 4, 5]
+    assert align(sent, unnamed, TEXTS).same.tolist() == [0, 1, -1, -1, 4, 5]
 
 
 def test_a_reply_that_cannot_be_the_texts_tokens_counts_only_up_to_where_it_fails() -> None:
     ids = [token("a"), token("a"), token("b"), token("b")]
     sent = as_text(np.array(ids, np.int32), TEXTS)
-    assert align(sent, [ids[0], UNKNOWN, UNKNOWN, UNKNOWN, ids[2], ids[3]], TEXTS).tolist() == [0, -1, -1, -1]
-    assert align(sent, [ids[0], ids[2], ids[2], ids[3]], TEXTS).tolist() == [0, -1, -1, -1]
-    assert align(sent, ids[:2], TEXTS).tolist() == [0, 1, -1, -1]
+    assert align(sent, [ids[0], UNKNOWN, UNKNOWN, UNKNOWN, ids[2], ids[3]], TEXTS).same.tolist() == [0, -1, -1, -1]
+    assert align(sent, [ids[0], ids[2], ids[2], ids[3]], TEXTS).same.tolist() == [0, -1, -1, -1]
+    assert align(sent, ids[:2], TEXTS).same.tolist() == [0, 1, -1, -1]
 
 
 def test_text_ends_where_it_cannot_carry_the_tokens() -> None:
@@ -175,16 +182,16 @@ def test_text_ends_where_it_cannot_carry_the_tokens() -> None:
     for broken in ([token("a"), half, token("b")], [token("a"), padding, token("b")]):
         sent = as_text(np.array(broken, np.int32), TEXTS)
         assert sent.text == "a"
-        assert align(sent, [token("a")], TEXTS).tolist() == [0, -1, -1]
+        assert align(sent, [token("a")], TEXTS).same.tolist() == [0, -1, -1]
 
 
 def test_special_tokens_read_as_plain_text_mask_everything_after_them() -> None:
     ids = [token("a"), SPECIAL_IDS[1], token("b")]
     sent = as_text(np.array(ids, np.int32), TEXTS)
     plain = [token(bytes([byte])) for byte in SPECIAL[1].encode()]
-    assert align(sent, [ids[0], *plain, ids[2]], TEXTS).tolist() == [0, -1, -1]
+    assert align(sent, [ids[0], *plain, ids[2]], TEXTS).same.tolist() == [0, -1, -1]
     started = [SPECIAL_IDS[1], *ids]  # a start token of the server's own
-    assert align(sent, started, TEXTS).tolist() == [-1, -1, -1]
+    assert align(sent, started, TEXTS).same.tolist() == [-1, -1, -1]
 
 
 def test_texts_that_several_tokens_may_be_written_as_name_none() -> None:

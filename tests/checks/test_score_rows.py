@@ -233,7 +233,7 @@ def recorded_scores(name: str) -> TokenScores:
     reply = msgspec.json.decode(msgspec.json.encode(exchange["reply"]), type=Completion)
     ids = np.array(tokenizer.encode(exchange["request"]["prompt"]), np.int32)
     rows = echoed_rows(reply.only, texts, tokens=len(ids))
-    at = align(as_text(ids, texts), rows.token_ids, texts)[1:]
+    at = align(as_text(ids, texts), rows.token_ids, texts).same[1:]
     return run_at_once(token_scores(rows, at, served_k=8, top_k=1, texts=texts, vocab_size=512, noise_nats=0.0))
 
 
