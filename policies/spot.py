@@ -8,9 +8,9 @@ paper's ablations, and two controls for the choice of positions, are settings.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from spot_async.models.responses import token_of
 from spot_async.protocols import PromptStages
 from spot_async.terms import pull, row_bytes
 from spot_async.types import (
+    NO_TOKEN,
     Generation,
     Int64Array,
     Judgement,
@@ -217,7 +218,8 @@ class SpotPolicy:
         if self._probeable is None:
             return NOTHING_SELECTED
         probeable = self._probeable[rollout.token_ids]  # (T,)
-        eligible = np.flatnonzero(probeable & scores.known)
+        has_choice = (scores.topk_ids[:, :2] != NO_TOKEN).all(axis=1)
+        eligible = np.flatnonzero(probeable & scores.known_rows & has_choice)
         if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:
             eligible = eligible[eligible < token_of(rollout.token_ids, start, stages.decode)]
         if len(eligible) == 0:
@@ -295,6 +297,7 @@ class SpotPolicy:
         """Find out what each of the teacher's top k_p candidates leads to (equation 8)."""
         k, n = self.settings.probe_top_k, self._probes
         candidate_ids = scores.topk_ids[position, :k]
+        candidate_ids = candidate_ids[candidate_ids != NO_TOKEN]
 
         async def outcome(candidate_id: int, n: int) -> tuple[Generation, Judgement]:
             continuation = await stages.probe(rollout.token_ids, position, candidate_id, n=n)
@@ -307,7 +310,7 @@ class SpotPolicy:
         return Branch(
             position=position,
             candidate_ids=candidate_ids,
-            teacher_logprobs=scores.topk_logprobs[position, :k],
+            teacher_logprobs=scores.topk_logprobs[position, : len(candidate_ids)],
             judgements=[[judged for _, judged in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             continuations=[[text for text, _ in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             gamma=self.settings.gamma,
@@ -328,13 +331,17 @@ class SpotPolicy:
         """
         if not retained:
             return ()
-        alpha = self.settings.baseline
+        alpha, k = self.settings.baseline, self.settings.probe_top_k
+
+        def stacked(rows: Iterable[npt.NDArray[Any]], fill: float = 0.0) -> npt.NDArray[Any]:
+            return np.stack([np.pad(row, (0, k - len(row)), constant_values=fill) for row in rows])
+
         branches = SoftTargets(
             positions=np.array([branch.position for branch in retained], dtype=np.int32),
-            token_ids=np.stack([branch.candidate_ids for branch in retained]).astype(np.int32),
-            probabilities=np.stack([branch.target for branch in retained]).astype(np.float32),
+            token_ids=stacked((branch.candidate_ids for branch in retained), NO_TOKEN).astype(np.int32),
+            probabilities=stacked(branch.target for branch in retained).astype(np.float32),
             weights=np.full(len(retained), self.settings.beta / len(retained), dtype=np.float32),
-            baselines=alpha * np.stack([branch.prior for branch in retained]).astype(np.float32) if alpha else None,
+            baselines=alpha * stacked(branch.prior for branch in retained).astype(np.float32) if alpha else None,
         )
         return (branches,)
 

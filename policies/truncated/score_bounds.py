@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import BoolArray, Float64Array, Int64Array
+from spot_async.types import LEAST_NATS, NO_TOKEN, BoolArray, Float64Array, Int64Array
 
 from ..acquisition import PositionScores, ScoreVariant, score_positions
 from . import noise
@@ -89,7 +89,8 @@ class TeacherRows:
 class StudentRows:
     """What is known about the student: some tokens in any order, and upper bounds for all others."""
 
-    ids: Int64Array  # (T, L) -1 where empty; if a token is listed twice, the first entry counts
+    # (T, L) `NO_TOKEN` where empty. If a token is listed twice, the first entry counts: of `NO_TOKEN`, `with_room`'s.
+    ids: Int64Array
     logprobs: Float64Array  # (T, L)
     noise_nats: Float64Array  # (T, L) sure noise; 0 where the value is the one that counts
     spread_nats: Float64Array  # (T, L) statistical noise; 0 likewise
@@ -103,8 +104,8 @@ class StudentRows:
         """Return the same rows with `count` empty places in front, for `put`."""
         empty = np.zeros((len(self.ids), count))
         return StudentRows(
-            np.concatenate([empty.astype(np.int64) - 1, self.ids], axis=-1),
-            np.concatenate([empty, self.logprobs], axis=-1),
+            np.concatenate([np.full(empty.shape, NO_TOKEN), self.ids], axis=-1),
+            np.concatenate([np.full(empty.shape, LEAST_NATS), self.logprobs], axis=-1),
             np.concatenate([empty, self.noise_nats], axis=-1),
             np.concatenate([empty, self.spread_nats], axis=-1),
             self.cap,

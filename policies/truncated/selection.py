@@ -91,12 +91,13 @@ async def certified_selection(
     refinement = Refinement(evidence, rollout, eligible, stages)
     await refinement.run(round_size=2 * budget, max_asked=max_asked)
     chosen = evidence.selected
+    is_placed = scores.rows is not None  # by `models/own_rows.py`: others may be likelier than the last of a row
     known = Selection(
         positions=eligible[chosen],
         eligible=eligible,
         score=evidence.bounds.score.middle,
-        outcome="certain" if at_once else "refined" if evidence.certain else "uncertain",
-        certain=evidence.decision.chosen[chosen],
+        outcome="uncertain" if is_placed or not evidence.certain else "certain" if at_once else "refined",
+        certain=evidence.decision.chosen[chosen] & (not is_placed),
         asked=refinement.counts,
     )
     if not rule.asks_student:
