@@ -5,8 +5,9 @@
 A model's skill comes from the amount of training, its habits from the last phase's mix of line lengths. `RECIPES` holds
 all settings: sizes, seeds, mixes, steps, rates. Phases are counted in steps, never in seconds, so that a slow machine
 makes the same model.
-`SPECIALISTS` are teachers that saw some tiers only, for runs with several teachers; they are made where `--only` names
-one. Writes a Hugging Face directory for each model, with a `manifest.json` that says how it was made and measured.
+`SPECIALISTS` are for other runs than the quickstart: teachers that saw some tiers only, and models with another
+tokenizer. They are made where `--only` names one. Writes a Hugging Face directory for each model, with a
+`manifest.json` that says how it was made and measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import transformers
 from measure import SamplingPlan, measure, table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizer import CONTEXT_TOKENS, VOCABULARY_SIZE, build_tokenizer, chat, save_tokenizer
+from tokenizer import CONTEXT_TOKENS, build_tokenizer, chat, save_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 WARMUP_STEPS = 50
@@ -68,6 +69,7 @@ class Recipe:
     habit: str
     phases: tuple[Phase, ...]
     tiers: tuple[task.Tier, ...] = task.TIERS  # of the problems that it sees
+    joins: bool = False  # its tokenizer, numbers of two digits
 
 
 RECIPES: dict[str, Recipe] = {
@@ -102,12 +104,14 @@ SPECIALISTS: dict[str, Recipe] = {
         RECIPES["teacher"], seed=13, tiers=("easy", "medium"), habit="By design it has never seen a hard problem."
     ),
     "long": replace(RECIPES["teacher"], seed=14, tiers=("hard",), habit="By design it has seen hard problems only."),
+    "joining_student": replace(RECIPES["student"], seed=15, joins=True),
+    "joining_teacher": replace(RECIPES["teacher"], seed=16, joins=True),
 }
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         intermediate_size=3 * recipe.hidden,
         num_hidden_layers=recipe.layers,
@@ -166,7 +170,7 @@ def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM
     """Train a model; return it and the number of tokens that it saw, without padding."""
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(joins=recipe.joins)
     model = build_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY)
     heldout = task.heldout_problems()
@@ -200,10 +204,10 @@ def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM
 
 def write_checkpoint(name: str, recipe: Recipe, model: Qwen3ForCausalLM, tokens_seen: int, directory: Path) -> None:
     """Write the model, its tokenizer and its manifest, with a measurement of this very model."""
-    measured = measure(model, build_tokenizer(), task.heldout_problems())
+    measured = measure(model, build_tokenizer(joins=recipe.joins), task.heldout_problems())
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    save_tokenizer(directory)
+    save_tokenizer(directory, joins=recipe.joins)
     weights = directory / "model.safetensors"
     manifest: dict[str, Any] = {
         "model": name,

@@ -177,7 +177,7 @@ async def test_spot_probes_where_chunks_start_and_says_that_nothing_is_certain(
     models, tmp_path, servers_on_threads, trainer_on_thread, staleness
 ):
     policy = {"kind": "spot", "score_top_k": 8, "served_top_k": 12, "gate": False}
-    settings = [f"max_staleness={staleness}"]
+    settings = [f"max_staleness={staleness}", "training.iterations=2"]
     run = await trained(tmp_path / "run", models["student"], joined(models), *settings, policy=policy)
     probed = 0
     for sample in samples_of(run):
@@ -187,11 +187,10 @@ async def test_spot_probes_where_chunks_start_and_says_that_nothing_is_certain(
             assert branch["position"] in starts
             assert branch["certain"] is False
             assert 2 <= len(branch["candidates"]) <= 4
-        assert sample["selection"] == "uncertain"
     assert probed > 8
     for row in metrics_of(run):
         assert 0 < row["teacher/rows"] <= 1
-        assert row["spot/selection_uncertain"] == 1
+        assert row["spot/selection_certain"] == row["spot/selection_refined"] == 0 < row["spot/selection_uncertain"]
 
 
 @pytest.mark.long
