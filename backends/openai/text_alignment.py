@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spot_async.models.token_bytes import text_at_start
 from spot_async.types import Int64Array, IntArray
 
 from ..shared.token_texts import UNKNOWN, TokenTexts
@@ -35,17 +36,8 @@ class SentText:
 
 def as_text(token_ids: IntArray, texts: TokenTexts) -> SentText:
     """Return the text of token ids, up to the first byte that is no character's or the first id that is no token."""
-    parts: list[bytes] = []
-    for token_id in token_ids.tolist():
-        part = texts.bytes_of[token_id]
-        if part is None:
-            break
-        parts.append(part)
-    content = b"".join(parts)
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        content = content[: error.start]
+    parts = texts.contents(token_ids.tolist())
+    content = text_at_start(b"".join(parts))
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
     spans = np.full((len(token_ids), 2), -1, dtype=np.int64)
     held = int(np.searchsorted(ends, len(content), side="right"))

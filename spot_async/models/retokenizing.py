@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spot_async.models.chunks import UNKNOWN, Reading
-from spot_async.models.token_bytes import TokenBytes
+from spot_async.models.token_bytes import TokenBytes, text_at_start
 from spot_async.types import IntArray
 
 if TYPE_CHECKING:  # slow to import
@@ -51,7 +51,7 @@ class Encoder:
         """Raises ConfigError for a tokenizer that does not say which bytes its tokens have."""
         self.table = TokenBytes(tokenizer, vocab_size)
         self._tokenizer = _literal(tokenizer)
-        self._adds_blank = b"".join(_contents(self._tokens("x"), self.table)).startswith(b" ")
+        self._adds_blank = b"".join(self.table.contents(self._tokens("x"))).startswith(b" ")
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text; none if nobody can tell them.
@@ -64,7 +64,7 @@ class Encoder:
         for sentinel in SENTINELS:
             ids = self._tokens(sentinel + text)
             for first in range(1, 4):
-                if b"".join(_contents(ids[:first], self.table)).lstrip(b" ") == sentinel.encode():
+                if b"".join(self.table.contents(ids[:first])).lstrip(b" ") == sentinel.encode():
                     return ids[first:]
         return []
 
@@ -128,12 +128,12 @@ class Retokenizer:
         return _Part(ids[:0], ids[:0], np.array([UNKNOWN]), is_whole=False)
 
     def _read_text(self, ids: IntArray, *, breaks_off: bool, as_it_stands: bool) -> _Part:
-        contents = _contents(ids.tolist(), self._source)
+        contents = self._source.contents(ids.tolist())
         content = b"".join(contents)
-        text = _text_at_start(content)
+        text = text_at_start(content)
         is_cut = len(contents) < len(ids) or len(text) < len(content)
         their_ids = self._target.encode(text.decode())
-        their_contents = _contents(their_ids, self._target.table)
+        their_contents = self._target.table.contents(their_ids)
         equal = _equal_bytes(text, b"".join(their_contents))
         our_ends = np.cumsum([len(each) for each in contents], dtype=np.int64)
         their_ends = np.cumsum([len(each) for each in their_contents], dtype=np.int64)
@@ -159,26 +159,6 @@ def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     literal.no_truncation()
     literal.no_padding()
     return literal
-
-
-def _contents(ids: Iterable[int], table: TokenBytes) -> list[bytes]:
-    """Return the bytes of each token, up to the first that has none."""
-    contents: list[bytes] = []
-    for token_id in ids:
-        content = table.bytes_of[token_id] if token_id < len(table.bytes_of) else None  # it has no row in the softmax
-        if content is None:
-            break
-        contents.append(content)
-    return contents
-
-
-def _text_at_start(content: bytes) -> bytes:
-    """Return the bytes up to the first that belongs to no character, or to one that is not finished."""
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        return content[: error.start]
-    return content
 
 
 def _equal_bytes(one: bytes, other: bytes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +32,25 @@ class TokenBytes:
             self.special[token_id] = token_id in added and added[token_id].special
         self.unknown = tokenizer.unk_token_id  # what stands for any text that has no token
         self.special_texts = tuple(text for text in np.array(self.bytes_of, dtype=object)[self.special] if text)
+
+    def contents(self, ids: Iterable[int]) -> list[bytes]:
+        """Return the bytes of each token, up to the first that has none."""
+        contents: list[bytes] = []
+        for token_id in ids:
+            content = self.bytes_of[token_id] if token_id < len(self.bytes_of) else None  # no row in the softmax
+            if content is None:
+                break
+            contents.append(content)
+        return contents
+
+
+def text_at_start(content: bytes) -> bytes:
+    """Return the bytes up to the first that belongs to no character, or to one that is not finished."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        return content[: error.start]
+    return content
 
 
 def _byte_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes | None]:
