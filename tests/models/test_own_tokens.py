@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chunk_laws
 import msgspec
 import numpy as np
 import pytest
@@ -85,39 +86,9 @@ def ended(text: str) -> np.ndarray:
     return np.array([*written("numbers", text), NUMBERS.eos_token_id], np.int32)
 
 
-def chunks_of(tokens: list[bytes], others: list[bytes]) -> list[tuple[int, int]]:
-    """How many tokens of both sides end together, one after the other: by the definition, token by token."""
-    found, position, other = [], 0, 0
-    ours = theirs = b""
-    while position < len(tokens) or other < len(others):
-        if len(ours) <= len(theirs) and position < len(tokens):
-            ours += tokens[position]
-            position += 1
-        else:
-            theirs += others[other]
-            other += 1
-        if ours == theirs:
-            found.append((position, other))
-    return found
-
-
 def assert_laws(reading: Reading, response: np.ndarray, student: str, teacher: str) -> None:
-    assert [each.dtype for each in (reading.ids, reading.theirs, reading.ours)] == [np.dtype(np.int32)] * 3
-    known = reading.ours[reading.ours != UNKNOWN]
-    assert (reading.ours[: len(known)] == known).all(), "what is unknown stands at the end"
-    assert len(reading.ours) == len(response)
-    assert len(reading.ids) == len(reading.theirs)
-    ends = {KINDS[student].eos_token_id: b"end"}, {KINDS[teacher].eos_token_id: b"end"}
-    ours, theirs = (
-        [end.get(token_id, table.bytes_of[token_id]) for token_id in ids.tolist()]
-        for end, table, ids in zip(
-            ends, (TABLES[student], TABLES[teacher]), (response[: len(known)], reading.ids), strict=True
-        )
-    )
-    expected = chunks_of(ours, theirs)
-    counted = [(int((known <= chunk).sum()), int((reading.theirs <= chunk).sum())) for chunk in range(len(expected))]
-    assert counted == expected
-    assert known.max(initial=-1) == reading.theirs.max(initial=-1) == len(expected) - 1
+    ends = KINDS[student].eos_token_id, KINDS[teacher].eos_token_id
+    chunk_laws.assert_laws(reading, response, TABLES[student], TABLES[teacher], ends)
 
 
 TEXTS = st.text(
