@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from joined_teacher import with_bytes, with_joined_tokens
 from transformers import AutoModelForCausalLM
 
 import spot_async
+from spot_async.models.chunks import Reading
 from spot_async.models.common_vocabulary import SameTokens
 from spot_async.models.own_tokens import OwnTokens
 
@@ -74,6 +76,27 @@ async def test_equal_tokenizers_train_the_same_weights_through_chunks(
     assert {each["finish_reason"] for each in samples_of(plain)} == {"stop"}
     weights = [(run / "student" / "model.safetensors").read_bytes() for run in (plain, chunked)]
     assert weights[0] == weights[1]
+
+
+async def test_a_changed_aligner_asks_for_nothing_that_a_run_has_kept(
+    models, tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
+):
+    kept = {"model": str(models["teacher"]), "tokenizer": "own", "cache": str(tmp_path / "scores")}
+    first = await trained(tmp_path / "first", models["student"], kept, "training.iterations=1")
+    read = OwnTokens.read
+
+    def read_in_pairs(self: OwnTokens, *given: Any) -> Reading:
+        reading = read(self, *given)
+        return dataclasses.replace(reading, ours=reading.ours // 2, theirs=reading.theirs // 2)
+
+    monkeypatch.setattr(OwnTokens, "read", read_in_pairs)
+    # A replay asks nobody, and ends at the first question that is not kept.
+    replayed = kept | {"replay": True}
+    again = await trained(tmp_path / "again", models["student"], replayed, "training.iterations=1")
+    for one, other in zip(samples_of(first), samples_of(again), strict=True):
+        assert other["response_ids"] == one["response_ids"]
+        assert other["teacher_chunks"] == [chunk // 2 for chunk in one["teacher_chunks"]]
+        assert np.nansum(said_of(other)) == pytest.approx(np.nansum(said_of(one)), abs=1e-3)
 
 
 def joined(models: dict[str, Path]) -> dict[str, Any]:
