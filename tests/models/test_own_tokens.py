@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from joined_teacher import with_bytes, with_joined_tokens
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from spot_async.errors import ConfigError, ContractError, PermanentError
 from spot_async.models.chunks import UNKNOWN, Reading
+from spot_async.models.files import read_model
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.responses import sampled_tokens
 from spot_async.models.retokenizing import Encoder
@@ -252,6 +254,20 @@ def test_any_end_of_the_student_is_the_teachers_first_and_its_others_are_summed(
 def test_neither_the_teachers_start_token_nor_its_blank_is_part_of_a_response():
     reading = PAIRS["numbers", "sentences"].read(ended("ab"))
     assert SENTENCES.convert_ids_to_tokens(reading.ids.tolist()) == ["ab", "</s>"]
+
+
+def test_digits_of_a_running_sum_have_a_pull_of_their_own_where_no_token_joins_them_with_another(tmp_path):
+    """One joins a label, operator or `=` with a digit, the other does not; each is the student once."""
+    split = read_model("student", str(with_bytes("student", tmp_path / "split")))
+    joining = read_model("teacher", str(with_joined_tokens(tmp_path / "joining")))
+    chunks = [0, 0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7, 8, 9]  # of a1 5 b -5 c +3 d +6 0, and the end
+    for student, teacher in ((split, joining), (joining, split)):
+        encoders = [Encoder(each.vocabulary.tokenizer, each.vocab_size) for each in (student, teacher)]
+        ends = [each.vocabulary.end_token_ids for each in (student, teacher)]
+        pair = OwnTokens(*encoders, student_ends=ends[0], teacher_ends=ends[1])
+        reading = pair.read(np.array([*student.vocabulary.encode("a15b-5c+3d+60"), ends[0][0]], np.int32))
+        expected = (chunks, [*range(10)]) if student is split else ([*range(10)], chunks)
+        assert (reading.ours.tolist(), reading.theirs.tolist()) == expected
 
 
 @given(TEXTS, st.integers(0, 40))
