@@ -24,7 +24,7 @@ from wheel_tokenizers import NAMES, wheel_tokenizer
 
 from spot_async.models.chunks import UNKNOWN, Reading
 from spot_async.models.own_tokens import OwnTokens
-from spot_async.models.token_bytes import TokenBytes
+from spot_async.models.retokenizing import Encoder
 from spot_async.types import BoolArray
 
 PYTHON = os.environ.get("SPOT_TOKENIZERS_PYTHON", "")
@@ -68,7 +68,8 @@ class Side:
 
     def __init__(self, name: str) -> None:
         self.tokenizer = wheel_tokenizer(packages(), name)
-        self.table = TokenBytes(self.tokenizer, len(self.tokenizer))
+        self.encoder = Encoder(self.tokenizer, len(self.tokenizer))
+        self.table = self.encoder.table
         self.end: int = self.tokenizer.eos_token_id
         self.ids_of = {content: token_id for token_id, content in enumerate(self.table.bytes_of) if content}
         self.written = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts()]
@@ -101,7 +102,7 @@ def packages() -> Path:
 @cache
 def pair_of(student: str, teacher: str) -> OwnTokens:
     one, other = side(student), side(teacher)
-    return OwnTokens(one.table, other.table, other.tokenizer, student_ends=[one.end], teacher_ends=[other.end])
+    return OwnTokens(one.encoder, other.encoder, student_ends=[one.end], teacher_ends=[other.end])
 
 
 def counts(reading: Reading, is_digit: BoolArray) -> list[int]:
