@@ -103,11 +103,13 @@ class KdPolicy:
         verdict = taught.judgement.verdict
         if verdict.reward is not None:
             metrics[f"{area}/accuracy"] = verdict.reward
-        return Sample(
-            supervision=on_policy(prompt, foreign(response), soft_targets=self._terms(taught, stages)),
-            metrics=metrics,
-            record=response_record(prompt, stages, response, taught.judgement) | teacher_record(taught.scores),
-        )
+        record = response_record(prompt, stages, response, taught.judgement) | teacher_record(taught.scores)
+        if not len(response.token_ids):  # as where it begins with a special token that the student does not have
+            record["left_out"] = "nothing of the teacher's response is in the student's tokens"
+            return Sample(supervision=None, metrics=metrics, record=record)
+        terms = self._terms(taught, stages)
+        supervision = on_policy(prompt, foreign(response), soft_targets=terms)
+        return Sample(supervision=supervision, metrics=metrics, record=record)
 
     def _terms(self, taught: Taught, stages: PromptStages) -> tuple[SoftTargets, ...]:
         """Return `(1 - w)` of the cross-entropy at each position, and w of the forward KL where there are scores."""

@@ -259,7 +259,8 @@ class SpotPolicy:
             gap=None if parts is None else parts.gap,
             parts=None if parts is None else parts.at(chosen),
             student_logprobs=None if student_logprobs is None else student_logprobs[chosen],
-            certain=np.ones(len(chosen), dtype=np.bool_),
+            outcome="exact" if scores.rows is None else "uncertain",
+            certain=np.full(len(chosen), scores.rows is None),
         )
 
     async def _compared(

@@ -221,7 +221,7 @@ class OpenAIBackend(RemoteBackend):
             return await self._score(request, 0)
 
         first = await read()
-        if first.valid is not None and not first.valid.any():
+        if not first.known_rows.any():
             raise ConfigError(
                 f"{self._role}.backend.url: the endpoint tokenises text otherwise than {self._role}.model "
                 f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"

@@ -214,9 +214,13 @@ def token_scores(
 
 
 def with_chunks(scores: TokenScores, aligned: Alignment, rows: PromptRows, prompt_tokens: int) -> TokenScores:
-    """Return scores that also know the response's tokens which the server cut otherwise: their sums, in even parts."""
-    in_prompt = np.isin(aligned.ours, aligned.ours[:prompt_tokens])
-    chunks = np.where(in_prompt, -1, aligned.ours)[prompt_tokens:].astype(np.int32)
+    """Return scores that also know the response's tokens which the server cut otherwise: their sums, in even parts.
+
+    The last chunk is none of them: had the response gone on, the server might have cut it otherwise again.
+    """
+    last = aligned.ours.max(initial=-1)
+    is_left_out = np.isin(aligned.ours, [*aligned.ours[:prompt_tokens], last]) & (aligned.same < 0)
+    chunks = np.where(is_left_out, -1, aligned.ours)[prompt_tokens:].astype(np.int32)
     known = chunks >= 0
     if (known == scores.known).all():
         return scores

@@ -29,7 +29,8 @@ class SpeculativeKd:
             y = response.token_ids
             scores = await stages.score(y, top_k=self.settings.top_k)
             accepted = scores.topk_ids[:, : self.settings.accepted]
-            low = [t for t in range(start, len(y)) if y[t] not in accepted[t]]  # what the teacher wrote stays
+            unlikely = scores.known_rows & (accepted != y[:, None]).all(axis=1)
+            low = [t for t in range(start, len(y)) if unlikely[t]]  # what the teacher wrote stays
             if not low or not left:
                 break
             kept = spot.first_tokens(response, low[0])

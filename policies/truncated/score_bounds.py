@@ -336,7 +336,7 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
     if k >= rule.vocab_size:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
         return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
-    noisy = teacher.is_noisy[:, None]
+    noisy = teacher.is_noisy[:, None] & (teacher.ids[:, k - 1 : k] != NO_TOKEN)  # a row of fewer has all there are
     last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
     reach = 2.0 * (teacher.noise_nats[:, None] + rounding_nats(following)) + noise.of_two(teacher.spread_nats)[:, None]
     swap = noisy & (teacher.logprobs[:, :k] <= following + reach)

@@ -72,7 +72,7 @@ class TextsRead:
     def words(self) -> list[str]:
         """Lines for people."""
         ratio = self.read / max(1, self.known)
-        numbers = f", of numbers {self.placed(self.is_digit):.0%}" if self.digits else ""
+        numbers = f", of numbers {self.placed(self.is_digit):.0%}" if self.chunks[self.is_digit].any() else ""
         return [
             f"{self.singles / self.tokens:.0%} of the problems' tokens one to one"
             + (f", of digits {self.single_digits / self.digits:.0%}" if self.digits else "")
@@ -84,12 +84,13 @@ class TextsRead:
 
 def read_texts(own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Problem], *, rows: bool) -> TextsRead:
     """Let the teacher read problems, each with its solution and an end token: some, or many for what `rows` need."""
-    sums, longest, unlike, read_bytes = np.zeros(6, np.int64), 0, "", 0
+    sums, longest, unlike = np.zeros(6, np.int64), 0, ""
     lengths = [_lengths(each.table) for each in (own_tokens.student, own_tokens.teacher)]
     chunks, longer = np.zeros((2, len(lengths[1])), np.int32)
-    for problem in problems if rows else problems[:: -(-len(problems) // TEXTS_READ)]:
-        text = f"{problem.text} {problem.solution or ''}".strip()
-        ids = student.vocabulary.encode(text)
+    size = sum(len(each.text) + len(each.solution or "") for each in problems)
+    step = -(-size // MOST_BYTES_READ) if rows else -(-len(problems) // TEXTS_READ)
+    for problem in problems[::step]:
+        ids = student.vocabulary.encode(f"{problem.text} {problem.solution or ''}".strip())
         reading = own_tokens.read(np.append(ids, np.int32(student.vocabulary.end_token_ids[0])))
         is_known = reading.ours != UNKNOWN
         tokens_of = np.bincount(reading.ours[is_known])
@@ -108,8 +109,6 @@ def read_texts(own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Pr
         if not unlike and not is_known.all():
             first = int(np.argmin(is_known))
             unlike = f"{student.vocabulary.whole_text(ids[first : first + 4])!r} in problem {problem.id!r}"
-        if (read_bytes := read_bytes + len(text)) > MOST_BYTES_READ:
-            break
     tokens, known, singles, digits, single_digits, read = sums.tolist()
     is_digit = _begins_with_digit(own_tokens.teacher.table, np.arange(len(chunks), dtype=np.int32))
     return TextsRead(
@@ -132,13 +131,13 @@ def check_texts(role: str, kind: str, found: TextsRead, *, rows: bool) -> None:
 
 
 def doubts_of(role: str, found: TextsRead) -> list[str]:
-    """Return a line if many rows have no place."""
-    if found.placed() >= MOST_DOUBTED:
-        return []
+    """Return a line for each kind of place of which many can have no row."""
+    kinds = {"of the places where both tokenizers have a border": None, "of those before a number": found.is_digit}
     return [
-        f"{role}.tokenizer=own: {found.placed():.0%} of the places where both tokenizers have a border can have its "
-        f"distribution, and {found.placed(found.is_digit):.0%} of those before a number: what a policy learns from "
-        "distributions, it learns there alone"
+        f"{role}.tokenizer=own: {found.placed(among):.0%} {kind} can have its distribution, and what a policy learns "
+        "from distributions, it learns there alone"
+        for kind, among in kinds.items()
+        if found.chunks[slice(None) if among is None else among].any() and found.placed(among) < MOST_DOUBTED
     ]
 
 

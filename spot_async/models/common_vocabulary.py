@@ -201,7 +201,11 @@ class SameTokens:
         """Return what ends its responses: what ends the student's."""
         return stop_token_ids
 
-    def written(self, response: Generation) -> Generation:
+    def room(self, tokens: int) -> int:
+        """Return how many tokens it may write for so many of the student's."""
+        return tokens
+
+    def written(self, response: Generation, *, is_start: bool) -> Generation:
         return foreign(msgspec.structs.replace(response, token_ids=self._ends.swapped(response.token_ids)))
 
     def _in_ours(self, said: TokenScores) -> TokenScores:

@@ -58,8 +58,9 @@ class Placement:
         self._first = np.array([_first_token(content, student) for content in teacher.bytes_of], np.int64)
         self._first[teacher.special] = NO_TOKEN
         self._first[list(special)] = list(special.values())
-        self._longer = longer
         self._width = len(student.table.bytes_of)
+        self._first[self._first >= self._width] = NO_TOKEN  # it has no row in the student's softmax
+        self._longer = longer
 
     def rows(self, said: TokenScores, positions: IntArray, top_k: int) -> Rows:
         """Return rows (C,) of the student's tokens, of those that the teacher has at positions (C,) of its own."""

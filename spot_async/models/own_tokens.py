@@ -23,6 +23,7 @@ from spot_async.models.retokenizing import Encoder, Retokenizer
 from spot_async.models.token_bytes import TokenBytes
 from spot_async.types import NO_TOKEN, FloatArray, Generation, IntArray, ScoredPositions, TokenScores
 
+MOST_FOR_ONE = 2  # tokens that a teacher may write for one of the student's
 NOT_ASKED = "reads in tokens of its own (tokenizer=own), and nobody knows which of them these would be"
 
 
@@ -49,7 +50,8 @@ class OwnTokens:
         self.student, self.teacher = student, teacher
         self._student_ends, self._ends = frozenset(student_ends), tuple(teacher_ends)
         self._other_ends = np.array(teacher_ends[1:] if end_score == "sum" else (), np.int32)
-        self._counterparts = _counterparts(student.table, teacher.table, special_tokens or {})
+        known = _counterparts(student.table, teacher.table, special_tokens or {}).items()
+        self._counterparts = {ours: its for ours, its in known if ours < len(student.table.bytes_of)}
         ours_of = {its: ours for ours, its in self._counterparts.items()} | {teacher_ends[0]: student_ends[0]}
         self._ours_of = {its: ours for its, ours in ours_of.items() if its < len(teacher.table.bytes_of)}
         self._to_teacher = Retokenizer(
@@ -84,12 +86,15 @@ class OwnTokens:
     def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
         """Return the sums of chunks, in even parts, as the scores of the student's tokens; rows where chunks start.
 
-        A chunk is known if all tokens that the teacher read there are.
+        A chunk is known if all tokens that the teacher read there are. The first is not if one of both begins whatever
+        it writes with a blank: the teacher reads that chunk otherwise than it would write it.
         """
         if said.chunks is not None:
             reading = reading.joined(said.chunks)
         of_chunk = np.bincount(reading.theirs, weights=said.logprobs)
         is_known = np.bincount(reading.theirs, weights=~said.known) == 0
+        if self.teacher.adds_blank != self.student.adds_blank:
+            is_known[:1] = False
         in_chunk = np.flatnonzero(reading.ours != UNKNOWN)
         whose = reading.ours[in_chunk]
         chunks, logprobs = np.full(len(reading.ours), UNKNOWN, np.int32), np.zeros(len(reading.ours), np.float32)
@@ -142,12 +147,18 @@ class OwnTokens:
         """Return what ends its responses, where `stop_token_ids` do in the student's tokens."""
         return self._ends
 
-    def written(self, response: Generation) -> Generation:
+    def room(self, tokens: int) -> int:
+        """Return how many tokens it may write for so many of the student's: what is too much is cut off."""
+        return MOST_FOR_ONE * tokens
+
+    def written(self, response: Generation, *, is_start: bool) -> Generation:
         """Return a response of the teacher in the student's tokens, without log-probabilities: no student sampled it.
 
-        It stops before the first byte that is no text, or special token that the student does not have.
+        It stops before the first byte that is no text, or special token that the student does not have. Some tokenizers
+        begin whatever they write with a blank, which at the start of a response is none of the text.
         """
-        reading = self._to_student.read(response.token_ids, as_it_stands=True)
+        blank = b" " if is_start and self.teacher.adds_blank and not self.student.adds_blank else b""
+        reading = self._to_student.read(response.token_ids, as_it_stands=True, without=blank)
         is_whole = bool((reading.ours != UNKNOWN).all())
         return foreign(
             Generation(

@@ -51,7 +51,7 @@ class Encoder:
         """Raises ConfigError for a tokenizer that does not say which bytes its tokens have."""
         self.table = TokenBytes(tokenizer, vocab_size)
         self._tokenizer = _literal(tokenizer)
-        self._adds_blank = b"".join(self.table.contents(self._tokens("x"))).startswith(b" ")
+        self.adds_blank = b"".join(self.table.contents(self._tokens("x"))).startswith(b" ")
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text; none if nobody can tell them.
@@ -59,7 +59,7 @@ class Encoder:
         Some tokenizers put a blank before whatever begins. So the text begins with a sentinel there, whose tokens are
         dropped.
         """
-        if not (self._adds_blank and text):
+        if not (self.adds_blank and text):
             return self._tokens(text)
         for sentinel in SENTINELS:
             ids = self._tokens(sentinel + text)
@@ -86,18 +86,19 @@ class Retokenizer:
         self._is_text = ~source.special
         self._is_text[list(counterparts)] = False
 
-    def read(self, ids: IntArray, *, as_it_stands: bool = False) -> Reading:
+    def read(self, ids: IntArray, *, as_it_stands: bool = False, without: bytes = b"") -> Reading:
         """Return tokens (T,) in the target's.
 
         Where the text breaks off, the last chunk is unknown: had it gone on, the target might have cut it otherwise.
-        What is to be read `as_it_stands` has that chunk too.
+        What is to be read `as_it_stands` has that chunk too. `without` these bytes, if the text begins with them.
         """
         ended = len(ids) > 0 and int(ids[-1]) in self._ends
         pieces = self._pieces(ids[: len(ids) - ended])
         parts: list[_Part] = []
         for number, piece in enumerate(pieces, 1):
             breaks_off = not ended and number == len(pieces)
-            parts.append(self._read_piece(piece, breaks_off=breaks_off, as_it_stands=as_it_stands))
+            dropped = without if number == 1 else b""
+            parts.append(self._read_piece(piece, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands))
             if not parts[-1].is_whole:
                 break
         if ended and all(part.is_whole for part in parts):
@@ -119,16 +120,17 @@ class Retokenizer:
         cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
         return [piece for piece in np.split(ids, cuts) if len(piece)]
 
-    def _read_piece(self, ids: IntArray, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+    def _read_piece(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> _Part:
         """Read a special token or a run of text."""
         if self._is_text[token_id := int(ids[0])]:
-            return self._read_text(ids, breaks_off=breaks_off, as_it_stands=as_it_stands)
+            return self._read_text(ids, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands)
         if token_id in self._counterparts:
             return _Part.one(self._counterparts[token_id])
         return _Part(ids[:0], ids[:0], np.array([UNKNOWN]), is_whole=False)
 
-    def _read_text(self, ids: IntArray, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+    def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> _Part:
         contents = self._source.contents(ids.tolist())
+        contents[:1] = [content.removeprefix(dropped) for content in contents[:1]]
         content = b"".join(contents)
         text = text_at_start(content)
         is_cut = len(contents) < len(ids) or len(text) < len(content)

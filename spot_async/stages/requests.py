@@ -71,12 +71,11 @@ class PromptRequests:
         prompt_ids: IntArray,
         prefix_ids: IntArray,
         *,
-        max_tokens: int | None,
+        most: int,
         stop: Sequence[int],
         generate: Callable[[IntArray, SamplingSettings], Awaitable[Generation]],
     ) -> Generation:
-        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room."""
-        most = self.longest(prefix_ids, max_tokens)
+        """Sample what comes after a prefix, in `most` tokens: nothing, if the response ended or has no room."""
         if len(prefix_ids) and int(prefix_ids[-1]) in self._stop_token_ids:
             return nothing("stop")
         if most <= 0:

@@ -213,7 +213,7 @@ class BoundStages:
             return self._requests.generate(self._stages.rollout, context_ids, settings, top_k=top_k)
 
         response = await self._requests.continued(
-            request, read_ids, prefix, max_tokens=max_tokens, stop=stop, generate=generate
+            request, read_ids, prefix, most=self._requests.longest(prefix, max_tokens), stop=stop, generate=generate
         )
         is_plain = prompt_ids is None and max_tokens is None and not len(prefix) + len(stop)
         if is_plain and n < self._stages.samples_per_prompt:
@@ -279,7 +279,7 @@ class BoundStages:
     ) -> FloatArray:
         expected = None if self._stages.settings.weights_may_change else version
         is_token = candidate_ids != NO_TOKEN
-        asked = np.where(is_token, candidate_ids, candidate_ids[:, :1])
+        asked = np.where(is_token, candidate_ids, np.maximum(candidate_ids[:, :1], 0))
         logprobs: FloatArray = await self._requests.ask(
             self._stages.candidates,
             self._prompt.token_ids,

@@ -6,6 +6,7 @@ hides that from policies.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -105,16 +106,16 @@ class BoundTeacher:
             asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
             return self._kept(Generation, asked, lambda: self._requests.generate(stage, context_ids, settings))
 
+        room = self._requests.longest(prefix, max_tokens)
         response = await self._requests.continued(
             request,
             read_ids,
             reader.prefix(prefix),
-            max_tokens=max_tokens,
+            most=reader.room(room),
             stop=reader.stop(np.asarray(stop, np.int32)).tolist(),
             generate=generate,
         )
-        room = self._requests.longest(prefix, max_tokens)
-        response = first_tokens(reader.written(response), room)
+        response = first_tokens(reader.written(response, is_start=not len(prefix)), room)
         self._note_read(read_ids, response.token_ids)
         return response
 
@@ -122,7 +123,7 @@ class BoundTeacher:
         read_ids, offered, reader = self._read(prompt_ids), self._teacher.capabilities, self._teacher.reader
         most = None if offered is None else offered.max_context_tokens - len(read_ids)
         reading = reader.read(response_ids, most)
-        if len(response_ids) and not len(reading.ids):  # nothing of it is text that the teacher could read
+        if not len(reading.ids):  # nothing of it is text that the teacher could read
             return reader.scores(NOTHING_SCORED, reading, top_k)
         # A server that names tokens by text may know a response's own token where it does not know the likeliest.
         least = 1 if offered is None or offered.every_position else 0
@@ -131,6 +132,8 @@ class BoundTeacher:
         if (wider := reader.wider(said, top_k, widest)) is not None:
             said = await self._scored(read_ids, reading, top_k=wider)
         self._note_read(read_ids, response_ids)
+        if said.topk_ids.size > LARGE_SCORES:
+            return await asyncio.to_thread(reader.scores, said, reading, top_k)
         return reader.scores(said, reading, top_k)
 
     async def _scored(self, read_ids: IntArray, reading: Reading, *, top_k: int) -> TokenScores:
@@ -233,6 +236,7 @@ class BoundTeacher:
         return prompt_ids
 
 
+LARGE_SCORES = 8192  # entries of a top-k; more take over 10 ms and go to a thread
 NOTHING_SCORED = TokenScores(
     logprobs=np.zeros(0, np.float32),
     topk_ids=np.zeros((0, 0), np.int32),

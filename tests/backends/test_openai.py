@@ -115,6 +115,15 @@ def test_what_the_server_cut_otherwise_is_known_as_a_chunk_to_those_that_ask_for
     assert in_prompt.known[:3].tolist() == [False, True, True], "the rest of a chunk that begins in the prompt is none"
 
 
+def test_the_last_chunk_of_a_response_that_was_cut_off_is_unknown() -> None:
+    ids = TEXTS.ids_of(["u", "s", "er"])
+    letters = TEXTS.ids_of(["u", "s", "e", "r"])
+    rows = PromptRows(token_ids=ids, logprobs=[None, -1.0, -2.0], rows=[raw({}), raw({"s": -1.0}), raw({"er": -2.0})])
+    aligned = align(as_text(np.array(letters, np.int32), TEXTS), ids, TEXTS)
+    scores = with_chunks(scores_of(rows, aligned.same[1:], top_k=0, texts=TEXTS), aligned, rows, prompt_tokens=1)
+    assert scores.known.tolist() == [True, False, False]
+
+
 def without_likeliest(recorded: dict[str, Any]) -> dict[str, Any]:
     """The reply as FastChat writes it: each token's own log-probability, and no other."""
     given = recorded["reply"]["choices"][0]

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
 
+from spot_async.checks import own_tokenizers
 from spot_async.checks.capabilities import check_capabilities, sums_ends
+from spot_async.checks.own_tokenizers import read_own_tokens
 from spot_async.checks.plan import plan_training, plan_warnings
 from spot_async.config.loading import config_from
 from spot_async.errors import SpotError
+from spot_async.models.files import read_model
 from spot_async.running.rehearsal import rehearse
 from spot_async.testing.services import capabilities
+from spot_async.types import Problem
 
 REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
 
@@ -184,3 +188,19 @@ def test_the_key_beside_equal_tokenizers_is_a_warning(models):
     assert [line for line in lines if "tokenizer=own" in line] == [
         "teacher.tokenizer=own: its tokenizer is the student's, so this changes nothing: leave it out"
     ]
+
+
+def test_the_digit_trap_is_seen_wherever_the_numbers_stand_in_the_data(models, monkeypatch):
+    """A student that joins under a teacher that splits: texts are read from all of the data, not from its start."""
+    student, teacher = (
+        read_model(role, str(models[name])) for role, name in (("student", "joined"), ("teacher", "teacher"))
+    )
+    ends = student.vocabulary.end_token_ids
+    own = read_own_tokens(config_from(tree(models, "joined")), "teacher", student, teacher, ends)
+    texts = [f"a{n}" for n in range(1, 10)] * 20 + ["abcdefgh"] * 400
+    monkeypatch.setattr(own_tokenizers, "MOST_BYTES_READ", 500)
+    for ordered in (texts, texts[::-1]):
+        problems = [Problem(id=str(n), text=text, answer="1") for n, text in enumerate(ordered)]
+        found = own_tokenizers.read_texts(own, student, problems, rows=True)
+        (a,) = teacher.vocabulary.encode("a").tolist()
+        assert 0.02 < found.longer_share[a] < 0.5

@@ -341,7 +341,7 @@ def test_what_a_policy_asks_of_tokens_that_it_chooses_is_refused(ask):
 def test_what_the_teacher_writes_becomes_the_students_tokens_of_the_same_text(pair, text, ends):
     student, teacher = pair
     ids = np.array([*_without_blank(teacher, text), *([KINDS[teacher].eos_token_id] if ends else [])], np.int32)
-    response = PAIRS[pair].written(generation(ids, finish_reason="stop" if ends else "length"))
+    response = PAIRS[pair].written(generation(ids, finish_reason="stop" if ends else "length"), is_start=False)
     expected = [*_without_blank(student, text), *([KINDS[student].eos_token_id] if ends else [])]
     assert response.token_ids.tolist() == expected
     assert (response.finish_reason, len(response.logprobs)) == ("stop" if ends else "length", len(expected))
@@ -352,10 +352,10 @@ def test_what_the_teacher_writes_stops_before_what_the_student_has_no_token_for(
     tool = "<tool_call>"
     teacher = of_bytes("", specials=(END, THINK, tool))
     ids = [teacher.convert_tokens_to_ids(name) for name in (THINK, "1", tool, "2", END)]
-    response = under(teacher).written(generation(ids, finish_reason="stop"))
+    response = under(teacher).written(generation(ids, finish_reason="stop"), is_start=True)
     assert NUMBERS.convert_ids_to_tokens(response.token_ids.tolist()) == [THINK, "1"]
     assert response.finish_reason == "length"
-    cut = under(teacher).written(generation(teacher.encode("1\u4e16")[:-1], finish_reason="length"))
+    cut = under(teacher).written(generation(teacher.encode("1\u4e16")[:-1], finish_reason="length"), is_start=True)
     assert NUMBERS.decode(cut.token_ids) == "1", "no half of a character"
 
 
@@ -383,8 +383,10 @@ def rows_said(rows: list[dict[str, float]], teacher: str) -> TokenScores:
     )
 
 
-def placed(student: str, teacher: str, text: str, row: dict[str, float], longer: dict[str, float], k: int = 3) -> Any:
-    """The first row of a text's scores, if the teacher says `row` everywhere: its tokens, and whether it is one."""
+def placed(
+    student: str, teacher: str, text: str, row: dict[str, float], longer: dict[str, float], k: int = 3, at: int = 0
+) -> Any:
+    """The row `at` a position of a text, if the teacher says `row` everywhere: its tokens, and whether it is one."""
     share = np.zeros(len(TABLES[teacher].bytes_of), np.float32)
     for name, each in longer.items():
         share[KINDS[teacher].get_vocab()[name]] = each
@@ -394,24 +396,24 @@ def placed(student: str, teacher: str, text: str, row: dict[str, float], longer:
     assert scores.rows is not None
     found = {
         KINDS[student].convert_ids_to_tokens(token_id): round(float(np.exp(logprob)), 5)
-        for token_id, logprob in zip(scores.topk_ids[0].tolist(), scores.topk_logprobs[0].tolist(), strict=True)
+        for token_id, logprob in zip(scores.topk_ids[at].tolist(), scores.topk_logprobs[at].tolist(), strict=True)
         if token_id != NO_TOKEN
     }
-    return found, bool(scores.rows[0]), scores
+    return found, bool(scores.rows[at]), scores
 
 
 def test_a_row_has_each_candidates_mass_at_the_first_token_that_the_student_has_for_it():
     """Both `1` and `2` of the digits' teacher are tokens of the student, and `12`, `123` begin with its `1`."""
     row = {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.1}
-    found, is_valid, scores = placed("bytes", "sentences", "ab", row, {})
+    found, is_valid, scores = placed("bytes", "sentences", "1a", row, {}, at=1)
     assert (found, is_valid) == ({"1": 0.8, "=": 0.1}, True)
-    assert scores.topk_ids[0, 2] == NO_TOKEN
-    assert scores.topk_logprobs[0, 2] == LEAST_NATS
+    assert scores.topk_ids[1, 2] == NO_TOKEN
+    assert scores.topk_logprobs[1, 2] == LEAST_NATS
     cells = np.array([0.8, 0.1, 0.1])
-    assert scores.entropy_lower[0] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
+    assert scores.entropy_lower[1] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
     others = len(TABLES["bytes"].bytes_of) - 2
-    assert scores.entropy_upper[0] == pytest.approx(scores.entropy_lower[0] + 0.1 * np.log(others), abs=1e-5)
-    found, _, _ = placed("bytes", "sentences", "ab", row, {}, k=1)
+    assert scores.entropy_upper[1] == pytest.approx(scores.entropy_lower[1] + 0.1 * np.log(others), abs=1e-5)
+    found, _, _ = placed("bytes", "sentences", "1a", row, {}, k=1, at=1)
     assert found == {"1": 0.8}
 
 
@@ -459,3 +461,39 @@ def test_under_equal_tokenizers_rows_are_the_teachers_own():
     assert scores.topk_ids.tolist() == said.topk_ids.tolist()
     np.testing.assert_allclose(scores.topk_logprobs, said.topk_logprobs, atol=1e-6)
     assert scores.known_rows.all()
+
+
+def test_the_blank_that_a_tokenizer_begins_with_is_not_taught_and_its_chunk_not_scored():
+    pair, teacher = PAIRS["bytes", "sentences"], SENTENCES.get_vocab()
+    ids = [teacher["▁ab"], teacher["12"], SENTENCES.eos_token_id]
+    for is_start, text in ((True, "ab12"), (False, " ab12")):
+        assert BYTES.decode(pair.written(generation(ids), is_start=is_start).token_ids[:-1]) == text
+    response = np.array([*written("bytes", "ab12"), BYTES.eos_token_id], np.int32)
+    reading = pair.read(response)
+    scores = pair.scores(said_of(reading), reading, 0)
+    assert scores.known.tolist() == [False, False, True, True, True], "the teacher would write a blank before it"
+
+
+def test_a_token_of_the_student_beyond_its_softmax_has_no_mass():
+    student = of_bytes("")
+    student.add_tokens(["<tool>", "<beyond>"])
+    teacher = of_bytes("", specials=(END, START, THINK, "<beyond>"))
+    teacher.add_tokens(["<tool>"])
+    ends = {"student_ends": [student.eos_token_id], "teacher_ends": [teacher.eos_token_id]}
+    pair = OwnTokens(Encoder(student, len(student) - 2), Encoder(teacher, len(teacher)), **ends)
+    pair = pair.with_rows(np.zeros(len(teacher), np.float32))
+    reading = pair.read(np.array([*student.encode("ab"), student.eos_token_id], np.int32))
+    names = teacher.get_vocab()
+    row = np.array([[names["<tool>"], names["<beyond>"], names["b"]]] * len(reading.ids), np.int32)
+    said = msgspec.structs.replace(
+        NOTHING_SCORED,
+        logprobs=np.full(len(row), -1.0, np.float32),
+        topk_ids=row,
+        topk_logprobs=np.log(np.array([[0.6, 0.2, 0.1]] * len(row), np.float32)),
+    )
+    scores = pair.scores(said, reading, 2)
+    assert (
+        scores.topk_ids[:, 0].tolist() == [student.get_vocab()["b"]] * len(row)
+        or (scores.topk_ids < len(student) - 2).all()
+    )
+    assert (np.exp(scores.topk_logprobs).sum(axis=1) < 1).all()

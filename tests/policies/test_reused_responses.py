@@ -12,7 +12,7 @@ from only_teacher import only
 from spot_async.base import wire
 from spot_async.policies.kd import KdPolicy
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.testing.services import SimulatedTeacher
+from spot_async.testing.services import SimulatedTeacher, generation
 from spot_async.testing.simulation import (
     PROBLEMS,
     ScriptedStages,
@@ -51,6 +51,18 @@ def test_kd_asks_the_teacher_once_per_problem_whatever_the_epochs():
     for sample in run.journal.results[0].samples:  # nothing that reads as if the student had sampled it
         assert {"version", "behavior_logprobs"}.isdisjoint(sample.record)
         assert len(sample.record["teacher_logprobs"]) == len(sample.record["response_ids"])
+
+
+async def test_a_response_of_which_the_student_has_no_token_is_left_out():
+    """As where a teacher with its own tokenizer begins with a special token that the student does not have."""
+
+    class Foreign(ScriptedStages):
+        async def teacher_response(self, **asked):
+            return generation([], finish_reason="length")
+
+    (sample,) = await kd(forward_kl_weight=0).supervise(next(simulated_prompts()), Foreign())
+    assert sample.supervision is None
+    assert sample.record["left_out"] == "nothing of the teacher's response is in the student's tokens"
 
 
 async def test_kd_asks_once_even_when_two_epochs_want_the_same_problem_at_once():
