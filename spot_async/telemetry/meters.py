@@ -8,14 +8,15 @@ that would have fired meanwhile are counted too. The metrics are thus those of a
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter, defaultdict
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spot_async.base.events import Event
 from spot_async.errors import FailureClass
@@ -27,47 +28,24 @@ from spot_async.stages.stage import StageCounters
 
 INTERVAL_S = 0.05
 RESOLUTION_S = 1e-5  # a shorter lag counts as none
-GROWTH = 1.1  # ratio of a bucket's bound to the one below, so that percentiles are within 5 %
-
-
-class LagHistogram:
-    """Counts lags in buckets that grow by a tenth. Pure."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self.max_s = 0.0
-
-    def add(self, lag_s: float, interval_s: float) -> None:
-        """Count a late timer, and those that would have been due every `interval_s` while it was late."""
-        self.max_s = max(self.max_s, lag_s)
-        while lag_s > 0:
-            self._counts[max(0, math.ceil(math.log(max(lag_s, RESOLUTION_S) / RESOLUTION_S, GROWTH)))] += 1
-            lag_s -= interval_s
-
-    def quantile_s(self, share: float) -> float:
-        """Return the lag that a `share` of all events did not exceed; 0 without events."""
-        wanted, seen = share * self._counts.total(), 0
-        for bucket, count in sorted(self._counts.items()):
-            seen += count
-            if seen >= wanted:
-                return min(self.max_s, RESOLUTION_S * GROWTH**bucket)
-        return 0.0
 
 
 class LoopLag:
     """Measures the running loop while inside `measuring`."""
 
     def __init__(self) -> None:
-        self._histogram = LagHistogram()
+        self._lags_s = array("d")  # of all events, those that would have come while a timer was late too
 
     def take(self) -> dict[str, float]:
         """Return the metrics `loop/...` of the time since the last call."""
-        taken, self._histogram = self._histogram, LagHistogram()
-        return {
-            "loop/lag_p50_s": taken.quantile_s(0.5),
-            "loop/lag_p99_s": taken.quantile_s(0.99),
-            "loop/lag_max_s": taken.max_s,
-        }
+        lags_s, self._lags_s = self._lags_s or [0.0], array("d")
+        shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        lowest_s = np.quantile(lags_s, [*shares.values()], method="inverted_cdf").tolist()
+        return {f"loop/lag_{name}_s": lag_s for name, lag_s in zip(shares, lowest_s, strict=True)}
+
+    def add(self, lag_s: float) -> None:
+        """Note a late timer, and those that would have been due while it was late."""
+        self._lags_s.extend(np.arange(lag_s, 0.0, -INTERVAL_S))
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -78,7 +56,7 @@ class LoopLag:
         def fire(due_s: float) -> None:
             nonlocal timer
             now_s = loop.time()
-            self._histogram.add(max(now_s - due_s, RESOLUTION_S), INTERVAL_S)
+            self.add(max(now_s - due_s, RESOLUTION_S))
             timer = loop.call_at(now_s + INTERVAL_S, fire, now_s + INTERVAL_S)
 
         first_s = loop.time() + INTERVAL_S

@@ -768,7 +768,7 @@ def test_the_figures_of_the_first_iteration_are_its_own(tmp_path):
     counters = StageCounters()
     stage = SimpleNamespace(name="verify", counters=counters)
     lag = LoopLag()
-    lag._histogram.add(9.0, interval_s=0.05)
+    lag.add(9.0)
     log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), (), RunMeters(loop_lag=lag))
     counters.completed, counters.failed, counters.ended, counters.busy_s = 3, 1, 4, 2.0
     snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
