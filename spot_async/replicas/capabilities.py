@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -22,6 +23,14 @@ OFFERS = (  # what policies and stages rely on; a restart alone changes none of 
     "every_position",
     "sampled_token_ids",
 )
+
+# How offers of several servers are combined: numbers and abilities by the least of them, others if all say the same.
+LEAST = ("max_context_tokens", "max_top_k", "max_generation_top_k", "max_position_top_k")
+EVERY = (
+    *("exact_entropy", "weight_update", "in_flight_updates", "generation", "token_id_prompts", "every_position"),
+    *("sampled_token_ids", "abort", "seeds"),
+)
+ALIKE = ("dtype", "version")
 
 
 def check_same(expected: Capabilities, name: str, found: Capabilities, what: Sequence[str]) -> None:
@@ -62,33 +71,15 @@ def combined(all_of: Sequence[Capabilities]) -> Capabilities:
     Fields that cannot be combined, such as the model's name, are those of the first.
     """
     first = all_of[0]
-
-    def least(name: str) -> int:
-        return int(min(getattr(each, name) for each in all_of))
-
-    def every(name: str) -> bool:
-        return all(getattr(each, name) for each in all_of)
-
-    support = ("none", "single", "batched")
+    found: dict[str, Any] = {name: min(getattr(each, name) for each in all_of) for name in LEAST}
+    found |= {name: all(getattr(each, name) for each in all_of) for name in EVERY}
+    alike = [name for name in ALIKE if all(getattr(each, name) == getattr(first, name) for each in all_of)]
+    found |= {name: getattr(first, name) if name in alike else None for name in ALIKE}
     return msgspec.structs.replace(
         first,
-        max_context_tokens=least("max_context_tokens"),
-        max_top_k=least("max_top_k"),
-        max_generation_top_k=least("max_generation_top_k"),
-        max_position_top_k=least("max_position_top_k"),
-        exact_entropy=every("exact_entropy"),
-        candidate_logprobs=min((each.candidate_logprobs for each in all_of), key=support.index),
-        weight_update=every("weight_update"),
+        **found,
+        candidate_logprobs=min((each.candidate_logprobs for each in all_of), key=("none", "single", "batched").index),
         weights_need=next((each.weights_need for each in all_of if each.weights_need), ""),
-        in_flight_updates=every("in_flight_updates"),
         weights_checked=min((each.weights_checked for each in all_of), key=(False, None, True).index),
-        generation=every("generation"),
-        token_id_prompts=every("token_id_prompts"),
-        every_position=every("every_position"),
-        sampled_token_ids=every("sampled_token_ids"),
-        abort=every("abort"),
-        seeds=every("seeds"),
-        dtype=first.dtype if all(each.dtype == first.dtype for each in all_of) else None,
         logprob_noise_nats=max(each.logprob_noise_nats for each in all_of),
-        version=first.version if all(each.version == first.version for each in all_of) else None,
     )
