@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -54,14 +54,7 @@ MAY_CHANGE = (
         for role in ("student", "teacher", "reference")
         for key in ("backend", "serving", "cache", "replay")
     ),
-    "verifier.workers",
-    *(
-        f"verifier.{key}"  # how a server that judges is reached
-        for key in (
-            *("url", "api_key_env", "headers", "secret_headers", "proxy", "ca_certificates"),
-            *("requests_per_minute", "prices", "budget"),
-        )
-    ),
+    *("verifier.url", "verifier.headers"),  # where a server that judges is reached; what else may is `WITHOUT_EFFECT`
 )
 _OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
 MAY_CHANGE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
@@ -117,17 +110,19 @@ def _deciding(config: Config) -> Mapping[str, Any]:
     tree = config.model_dump(mode="json")
     if isinstance(sets := tree["data"]["train"], list):
         tree["data"]["train"] = dict(enumerate(sets))
-    return {key: value for key, value in leaves(tree) if not _may_change(key)}
+    verifiers = [config.verifier, *config.verifiers.values()]
+    of_verifiers = {f"verifier.{name}" for each in verifiers for name in each.WITHOUT_EFFECT}
+    return {key: value for key, value in leaves(tree) if not _may_change(key, of_verifiers)}
 
 
-def _may_change(key: str) -> bool:
+def _may_change(key: str, of_verifiers: Collection[str]) -> bool:
     key = _OF_SET.sub("", key)  # as of the run's own verifier
     parts = key.split(".")
     if parts[0] == "stages":
         return parts[-1] in MAY_CHANGE_OF_A_STAGE
     if parts[0] == "teachers":
         key = ".".join(["teacher", *parts[2:]])
-    return any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+    return any(key == each or key.startswith(f"{each}.") for each in (*MAY_CHANGE, *of_verifiers))
 
 
 def _digest(value: Any) -> str:

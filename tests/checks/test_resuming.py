@@ -59,3 +59,23 @@ def test_a_verifier_behind_a_url_may_move_and_become_another_kind_in_a_new_run_o
     check_same_numbers(before, config("{kind: http, url: https://judge.example, api_key_env: K, prices: {request: 1}}"))
     with pytest.raises(ConfigError, match=r"^verifier\.kind=boxed_match: the run began with http"):
         check_same_numbers(before, config("boxed_match"))
+
+
+def test_what_a_plug_in_says_has_no_effect_may_change_too_of_a_set_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "paced_judge.py").write_text(
+        "from spot_async import PluginSettings\n\n\n"
+        "class Judge:\n"
+        "    class Settings(PluginSettings):\n"
+        "        WITHOUT_EFFECT = frozenset({'pace'})\n"
+        "        pace: int = 1\n"
+        "        strictness: int = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "config.yaml").write_text(
+        "policy: {kind: grpo}\nstudent: {model: a}\ntraining: {iterations: 4}\n"
+        "data: {train: {path: c, verifier: {kind: 'paced_judge:Judge'}}}\n"
+    )
+    before = load_config(tmp_path / "config.yaml", [])
+    check_same_numbers(before, load_config(tmp_path / "config.yaml", ["data.train.verifier.pace=2"]))
+    with pytest.raises(ConfigError, match=r"^data\.train\.verifier\.strictness=2: the run began with 1"):
+        check_same_numbers(before, load_config(tmp_path / "config.yaml", ["data.train.verifier.strictness=2"]))
