@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
         return names
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(public, name)
+    return globals().setdefault(name, getattr(public, name))  # Python asks for it only once
 
 
 def __dir__() -> list[str]:

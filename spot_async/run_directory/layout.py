@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import os
 import platform
@@ -123,19 +124,20 @@ def evaluation_files(run: Path, when: str) -> list[Path]:
     return sorted(path for path, found in named.items() if found is not None and path.is_file())
 
 
+_version = functools.cache(importlib.metadata.version)  # it stays while a process lives
 # What verdicts, weights and prompts depend on.
 _SOFTWARE = ("math-verify", "latex2sympy2_extended", "sympy", "antlr4-python3-runtime", "torch", "transformers")
 
 
 def software_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _SOFTWARE}
+    return {name: _version(name) for name in _SOFTWARE}
 
 
 class _RunFile(msgspec.Struct):
     """Contents of `run.json`."""
 
     format: int
-    spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
+    spot_async: str = msgspec.field(default_factory=lambda: _version("spot-async"))
     command: Purpose | None = None  # that made the directory
     versions: dict[str, str] = msgspec.field(default_factory=software_versions)
     cores: int | None = None  # how many the command could use; the report's advice depends on it
