@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,15 +50,18 @@ OURS = re.compile(r"spot_async(\.\w+)+")
 FACADES = {"__init__", "__main__", "public"}  # the package's own: what it shows, and its command
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    """Yield every module of the tree with its room."""
+@functools.cache
+def modules() -> list[tuple[str, Path]]:
+    """Return every module of the tree with its room."""
+    found = []
     for top in ("spot_async", "backends", "policies"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if top == "spot_async":
                 parts = parts[1:]
             if parts[0] not in FACADES and not (top == "spot_async" and parts[0] in {"backends", "policies"}):
-                yield parts[0], path
+                found.append((parts[0], path))
+    return found
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -90,10 +93,12 @@ def imported_rooms(path: Path) -> set[str]:
 
 def callers(*names: str) -> set[str]:
     """Return the modules that call a function or class by one of these names."""
+    texts = {path: path.read_text() for _, path in modules()}
     return {
         path.relative_to(ROOT).as_posix()
-        for _, path in modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, text in texts.items()
+        if any(name in text for name in names)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     }
 

@@ -97,8 +97,9 @@ def test_no_token_is_older_than_the_bound_and_every_prompt_is_trained_once(max_s
 def test_sampling_training_and_updates_overlap_as_far_as_the_bound_lets_them():
     """Each of the three takes 10 s. A batch is sampled, trained on and served one after the other, which is 30 s."""
     constant, trainer = Latency(base_s=10.0, per_token_s=0.0, spread=0.0), SimulatedTrainer
+    sizes = {"iterations": 40, "batch_size": 2}
     took = [
-        seconds(watched(n, student=SimulatedStudent(constant), trainer=trainer(10.0), iterations=40)[0]) / 40
+        seconds(watched(n, student=SimulatedStudent(constant), trainer=trainer(10.0), **sizes)[0]) / 40
         for n in (0, 1, 2, 4)
     ]
     assert took == pytest.approx([30.0, 15.0, 10.0, 10.0], rel=0.06)

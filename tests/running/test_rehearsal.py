@@ -24,6 +24,7 @@ from spot_async.errors import ConfigError
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.running import rehearsal
 from spot_async.running.rehearsal import rehearse
+from spot_async.testing import virtual_time
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(faulty_policies.__file__)
@@ -98,7 +99,11 @@ def test_what_it_cannot_see(fault: str) -> None:
         ("WantsLongResponses", "sampling.max_response_tokens: at least 100"),
     ],
 )
-def test_one_that_cannot_be_rehearsed_is_told_so_in_a_line_and_may_run(fault: str, why: str) -> None:
+def test_one_that_cannot_be_rehearsed_is_told_so_in_a_line_and_may_run(
+    fault: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "LONGEST_S", 3.0)
+    monkeypatch.setattr(virtual_time, "MOST_TURNS", 1000)
     (line,) = rehearsed(fault)
     assert line.startswith(f"policy {fault} was not rehearsed: {why}")
 

@@ -35,25 +35,22 @@ def lines(paths: list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
-def wide_functions(paths: list[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield the functions with many parameters, `self` left out: file, name, number."""
+def functions(paths: list[Path]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                count = len([each for each in given if each.arg not in ("self", "cls")])
-                if count >= WIDE_PARAMETERS:
-                    yield path, node.name, count
+                yield node
 
 
-def long_functions(paths: list[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield the functions with many lines, docstring included: file, name, number."""
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = (node.end_lineno or 0) - node.lineno + 1
-                if count > LONG_LINES:
-                    yield path, node.name, count
+def is_wide(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function has many parameters, `self` left out."""
+    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len([each for each in given if each.arg not in ("self", "cls")]) >= WIDE_PARAMETERS
+
+
+def is_long(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function has many lines, docstring included."""
+    return (function.end_lineno or 0) - function.lineno + 1 > LONG_LINES
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
@@ -150,12 +147,13 @@ def measured(root: Path = ROOT) -> dict[str, int]:
     """Return what is counted besides the lines of the product's rooms."""
     paths = product_files(root)
     modules = [path for path in paths if path.name != "__init__.py"]
+    shapes = [(is_long(each), is_wide(each)) for each in functions(paths)]
     pages = sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
     return {
         "modules, `__init__` included": len(paths),
         f"modules under {SMALL_LINES} lines, without `__init__`": sum(lines([each]) < SMALL_LINES for each in modules),
-        f"functions past {LONG_LINES} lines": len(list(long_functions(paths))),
-        f"functions with {WIDE_PARAMETERS} parameters and more": len(list(wide_functions(paths))),
+        f"functions past {LONG_LINES} lines": sum(long for long, _ in shapes),
+        f"functions with {WIDE_PARAMETERS} parameters and more": sum(wide for _, wide in shapes),
         "circles of imports": len(circles(import_graph(root))),
         "commands": len(commands()),
         "configuration keys": keys(root / "docs" / "configuration.md"),
