@@ -213,7 +213,7 @@ def test_one_question_in_another_conversation_is_another_problem_and_under_anoth
 
 def test_the_check_shows_conversations_and_names_what_answers_are_needed_for(tmp_path):
     few = write(tmp_path, [ASKED, TALKED])
-    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", few])
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", few, "--verifier", "boxed_match"])
     assert shown.exit_code == 0, shown.output
     assert "[system] Be brief.\nWhat is 1+2?" in shown.output
     assert "warning: no run that learns from outcomes, and no evaluation, takes those without an answer" in shown.output

@@ -256,7 +256,8 @@ def test_training_evaluation_and_the_check_all_name_them(tmp_path):
     assert any("evaluation.problems: 3 answers of 4 may say that there is none" in line for line in lines), lines
     config = load_config(QUICKSTART, [FEW])
     assert not any("answers" in line for line in plan_warnings(config, plan_training(config)))
-    result = CliRunner().invoke(app, ["check", train, "--against", held], env={"COLUMNS": "200"})
+    words = ["check", train, "--against", held, "--verifier", "boxed_match"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert (
         "warning: 4 answers of 4 not spelled as a response would box it: row-1 has 'Answer: 0' for '0'" in result.output
     )
@@ -292,5 +293,5 @@ def test_training_evaluation_its_examples_and_the_check_all_name_eaten_escapes(t
     config = load_config(QUICKSTART, overrides)
     named = [line.split(":")[0] for line in plan_warnings(config, plan_training(config)) if "holds control" in line]
     assert named == ["data.train", "evaluation.benchmarks.x.examples", "evaluation.benchmarks.y"]
-    result = CliRunner().invoke(app, ["check", eaten], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["check", eaten, "--verifier", "boxed_match"], env={"COLUMNS": "200"})
     assert "warning: `problem` holds control characters" in result.output

@@ -77,6 +77,7 @@ async def test_golds_that_cannot_be_right_are_found():
     ]
 
 
+BY_BOX = ["--verifier", "boxed_match"]  # which starts no process
 SMALL = ["training.batch_size=1", "training.mini_batch_size=1", "training.iterations=4"]
 
 
@@ -89,7 +90,8 @@ def test_names_of_evaluation_sets_and_tiers_are_legible_at_80_columns(tmp_path, 
     monkeypatch.chdir(tmp_path)
     write(tmp_path, [{"problem": f"{i} + 2", "answer": 3, "tier": f"Level {i}"} for i in (1, 2)], "train.jsonl")
     write(tmp_path, [{"problem": "1 + 1", "answer": 2}], "evaluation.benchmarks.AIME.jsonl")
-    code, output = check("train.jsonl", "--against", "evaluation.benchmarks.AIME.jsonl", columns=80)
+    words = ["train.jsonl", "--against", "evaluation.benchmarks.AIME.jsonl", *BY_BOX]
+    code, output = check(*words, columns=80)
     assert code == 0, output
     assert "evaluation.benchmarks.AIME.jsonl " in output
     assert "Level 1: 1, Level 2: 1" in output
@@ -114,7 +116,7 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     ):
         assert expected in output
     bad = write(tmp_path, [{"problem": "p", "answer": r"\,"}], "bad.jsonl")
-    code, output = check(bad)
+    code, output = check(bad, *BY_BOX)
     assert (code, "row-1: '\\\\,' is no_answer" in output) == (1, True), output
     code, output = check(write(tmp_path, [{"quest": "p", "answer": 1}], "other.jsonl"))
     assert (code, "name its column in fields.problem, or another layout" in " ".join(output.split())) == (2, True)
@@ -124,10 +126,11 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     assert (code, output.startswith("error: layout")) == (2, True), output
     assert check(str(tmp_path / "none.jsonl"))[0] == 2
     prose = write(tmp_path, [{"problem": "p", "answer": "It sold 24 clips in all."}], "prose.jsonl")
-    code, output = check(prose)
+    code, output = check(prose, *BY_BOX)
     assert (code, "unverifiable" in output) == (0, False), output
     assert "warning: 1 answer in prose, which a response would have to repeat word for word: row-1; name" in output
-    code, output = check(write(tmp_path, [{"problem": "p", "answer": "It sold clips. " * 50}], "long.jsonl"))
+    long_prose = write(tmp_path, [{"problem": "p", "answer": "It sold clips. " * 50}], "long.jsonl")
+    code, output = check(long_prose, *BY_BOX)
     assert (code, "1 answer in prose" in output) == (0, True), output
     code, output = check(train, "--verifier", "boxd_match")
     assert (code, "--verifier boxd_match: no verifier called 'boxd_match'; did you mean" in output) == (2, True), output

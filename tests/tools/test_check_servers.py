@@ -650,7 +650,7 @@ def test_held_out_problems_that_are_trained_on_are_a_warning_of_the_dry_run(tmp_
     dry = ["train", "configs/quickstart.yaml", "--dry-run", f"data.train={{path: {train}, {fields}}}"]
     for form in ("boxed", "multiple_choice"):
         own = f"path: {held}, format: {form}, {fields}"
-        benchmarks = f"evaluation={{benchmarks: {{sums: {{{own}}}}}, max_response_tokens: 100}}"
+        benchmarks = f"evaluation={{benchmarks: {{sums: {{{own}}}}}, max_response_tokens: 100, verifier: boxed_match}}"
         shown = CliRunner(env={"COLUMNS": "400"}).invoke(app, [*dry, benchmarks])
         assert shown.exit_code == 0, shown.output
         assert (

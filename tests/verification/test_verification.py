@@ -450,12 +450,12 @@ async def test_boxed_match_verdicts(gold: str, text: str, verdict: Verdict) -> N
 @pytest.mark.parametrize("kind", ["boxed_match", "math", "math_verify", "multiple_choice"])
 async def test_nothing_is_judged_without_an_answer(kind: str) -> None:
     verifier = registry.load("verifiers", kind)
-    async with verifier(verifier.Settings()) as judge:
-        for text in (r"\boxed{5}", "no box"):
-            verdict = await judge.verify(problem(""), text, deadline=FAR)
-            assert verdict is Verdict.UNJUDGED
-            assert verdict.reward is None
-            assert not verdict.is_missing  # so that it is not asked for again
+    judge = verifier(verifier.Settings())  # not entered: no worker is asked
+    for text in (r"\boxed{5}", "no box"):
+        verdict = await judge.verify(problem(""), text, deadline=FAR)
+        assert verdict is Verdict.UNJUDGED
+        assert verdict.reward is None
+        assert not verdict.is_missing  # so that it is not asked for again
 
 
 @pytest.mark.parametrize(
