@@ -72,7 +72,8 @@ def sampled_tokens(
     """Return a response of random length that ends with the end token, unless it is as long as it may be."""
     length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / mean_tokens)))
     token_ids = rng.integers(2, min(vocab_size, sampling.vocab_limit or vocab_size), length, dtype=np.int32)
-    token_ids[np.isin(token_ids, sampling.stop_token_ids)] = 0  # nothing ends it before
+    for stop in sampling.stop_token_ids:
+        token_ids[token_ids == stop] = 0  # nothing ends it before
     if length < sampling.max_tokens:
         token_ids[-1] = end_token
     return token_ids

@@ -192,6 +192,7 @@ class GpuSoftware:
         )
 
 
+@functools.cache
 def nccl_version() -> str | None:
     """Return the version of the NCCL that is installed beside torch; None if it brings its own, or has none."""
     names = (each for each in importlib.metadata.distributions() if (each.name or "").startswith("nvidia-nccl-cu"))
