@@ -19,6 +19,7 @@ os.environ.update(dict.fromkeys(["http_proxy", "https_proxy", "all_proxy"], ""))
 import contextlib
 import gc
 import re
+import shutil
 import signal
 import sqlite3
 import ssl
@@ -127,8 +128,14 @@ def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Directories of small random Qwen3 models and a tokenizer of whole words, `w0` to the last of the vocabulary."""
+    made: dict[str, Path] = {}
 
-    def make(*, seed: int = 0, special_tokens: int = 0, **changes: Any) -> Path:
+    def make(**choices: Any) -> Path:
+        if str(choices) not in made:
+            made[str(choices)] = new(**choices)
+        return shutil.copytree(made[str(choices)], tmp_path_factory.mktemp("model"), dirs_exist_ok=True)
+
+    def new(*, seed: int = 0, special_tokens: int = 0, **changes: Any) -> Path:
         import torch
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
