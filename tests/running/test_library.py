@@ -205,7 +205,7 @@ async def test_what_takes_long_is_done_beside_the_loop_of_the_program(
         monkeypatch.setattr(owner, name, beside(name, getattr(owner, name)))
     monkeypatch.setattr("spot_async.telemetry.sinks.tensorboard_files", sink)
     monkeypatch.chdir(ROOT)
-    held_out = {"problems": QUICK["data"]["train"], "samples": 1, "max_response_tokens": 8}
+    held_out = {"problems": QUICK["data"]["train"], "samples": 1, "max_response_tokens": 8, "verifier": "boxed_match"}
     await spot_async.run_async(
         {**QUICK, "evaluation": held_out, "telemetry": {"tensorboard": True}}, [f"run.directory={tmp_path / 'run'}"]
     )
