@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from spot_async.serving.engine.worker import EngineWorker
 
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as with systemd, this socket gets READY=1 once requests are answered
 KEEP_ALIVE_S = 60  # longer than clients', because a server that closes first can cut off a request on its way
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -55,7 +54,6 @@ def serve(settings: ServeSettings) -> None:
         with without_gc():
             worker, app = _load(directory, settings, credentials)
         tune_gc(SERVER_COLLECTION_THRESHOLD)
-        _notify_ready()
         _say(f"serving {directory} with {_computes_with(settings)} on {_address(settings, listener)}")
         asyncio.run(_run(worker, app, listener))
         _say("stopped")
@@ -214,10 +212,3 @@ def _say(line: str) -> None:
     """Write one line to the log. If the disk is full it is lost, and serving continues."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
-
-
-def _notify_ready() -> None:
-    path = os.environ.get(NOTIFY_VARIABLE)
-    if path:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
-            notifier.sendto(b"READY=1", path)
