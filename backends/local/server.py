@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,7 @@ class LocalServer(Server):
     ) -> T:
         """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
         sent = wire.encode(request)
-        with self.endpoint.turn() as turn:
+        async with contextlib.AsyncExitStack() as turn:
             reply = await self.endpoint.post(
                 path,
                 sent,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import aiohttp
 
@@ -45,28 +45,6 @@ class BadBodyError(Exception):
 def largest_reply_bytes(tokens: int = 0, logprobs: int = 0) -> int:
     """Return the largest body allowed for a reply of so many tokens, with so many log-probabilities in all."""
     return ANSWER_BYTES + tokens * TOKEN_BYTES + logprobs * LOGPROB_BYTES
-
-
-class Turn:
-    """One of the few places for long replies. Take it when a reply turns out to be long; hold it until that is read."""
-
-    __slots__ = ("_is_taken", "_places")
-
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places = places
-        self._is_taken = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._is_taken:
-            self._places.release()
-
-    async def take(self) -> None:
-        if not self._is_taken:
-            await self._places.acquire()
-            self._is_taken = True
 
 
 def header(response: aiohttp.ClientResponse, name: str, missing: str = "") -> str:

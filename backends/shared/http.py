@@ -30,7 +30,7 @@ from spot_async.base.tasks import Opened
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.types import Traffic
 
-from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, header, parts_of, stated_length
+from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, header, parts_of, stated_length
 from .connection import secret_parts
 from .excerpts import UNREADABLE, excerpt, shortened
 from .failures import UNKNOWN_ACCESS, Access, FailedReply, classify
@@ -120,14 +120,11 @@ class HttpEndpoint(Opened):
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         self._session = await stack.enter_async_context(_session(self._route))
 
-    def turn(self) -> Turn:
-        """Return a turn for a long reply. Only a few are read at a time, or they would hold up the event loop."""
-        return Turn(self._long_bodies)
-
     async def get(self, path: str, *, deadline: float) -> bytes:
-        with io.BytesIO() as received, self.turn() as turn:
-            await self._request(_Question("GET", path), deadline, received.write, turn=turn)
-            return received.getvalue()
+        with io.BytesIO() as received:
+            async with contextlib.AsyncExitStack() as turn:
+                await self._request(_Question("GET", path), deadline, received.write, turn=turn)
+                return received.getvalue()
 
     async def post(
         self,
@@ -138,19 +135,20 @@ class HttpEndpoint(Opened):
         deadline: float,
         resend: bool = True,
         largest: int = ANSWER_BYTES,
-        turn: Turn | None = None,
+        turn: contextlib.AsyncExitStack | None = None,
     ) -> bytes:
         """Return the reply's body. Raises a `RequestError` for any other outcome.
 
         `deadline` is on the loop's clock. `resend=False` is for requests that must not reach the server twice (see
-        `_respond`). A reply of more than `largest` bytes is refused. Give a `turn` to hold it until a long reply has
-        been read.
+        `_respond`). A reply of more than `largest` bytes is refused. Only a few long replies are read at a time, or
+        they would hold up the event loop: give a `turn` to hold the reply's place in it until it has been read.
         """
         question = _Question("POST", path, body, content_type)
         # The buffer is closed in any case, because the traces of errors refer to it and live long.
-        with io.BytesIO() as received, self.turn() if turn is None else contextlib.nullcontext(turn) as held:
-            await self._request(question, deadline, received.write, resend=resend, largest=largest, turn=held)
-            return received.getvalue()
+        with io.BytesIO() as received:
+            async with contextlib.AsyncExitStack() if turn is None else contextlib.nullcontext(turn) as held:
+                await self._request(question, deadline, received.write, resend=resend, largest=largest, turn=held)
+                return received.getvalue()
 
     async def stream(
         self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float, largest: int
@@ -166,7 +164,7 @@ class HttpEndpoint(Opened):
         *,
         resend: bool = True,
         largest: int = ANSWER_BYTES,
-        turn: Turn | None = None,
+        turn: contextlib.AsyncExitStack | None = None,
     ) -> None:
         if self._session.closed:  # for example, a lost replica is being entered again; another replica may answer
             raise TransientError(f"{self.name}{question.path}: the connection to this server was closed")
@@ -247,9 +245,13 @@ class HttpEndpoint(Opened):
         return SECRETS.struck(said, self._secrets)
 
     async def _receive(
-        self, response: aiohttp.ClientResponse, sink: Callable[[bytes], object], largest: int, turn: Turn | None
+        self,
+        response: aiohttp.ClientResponse,
+        sink: Callable[[bytes], object],
+        largest: int,
+        turn: contextlib.AsyncExitStack | None,
     ) -> None:
-        """Give the body to `sink`.
+        """Give the body to `sink`. Once it turns out to be long, `turn` has one of the few places for such.
 
         Raises `BadBodyError` if it is too large, cannot be inflated, or does not match the digest that the server
         stated.
@@ -261,14 +263,13 @@ class HttpEndpoint(Opened):
         length, received = stated_length(response), 0
         if length > largest:
             raise _too_large(largest)
-        if turn is not None and length > LONG_BODY_BYTES:
-            await turn.take()
         async for part in parts_of(response):
             received += len(part)
             if received > largest:
                 raise _too_large(largest)
-            if turn is not None and received > LONG_BODY_BYTES:
-                await turn.take()
+            if turn is not None and max(length, received) > LONG_BODY_BYTES:
+                await turn.enter_async_context(self._long_bodies)
+                turn = None
             sink(part)
             if stated is not None:
                 digest.update(part)

@@ -243,7 +243,7 @@ class RemoteServer(Server):
         sent = msgspec.json.encode(body)
 
         async def once(deadline: float) -> T:
-            with self.endpoint.turn() as turn:
+            async with contextlib.AsyncExitStack() as turn:
                 ask = functools.partial(
                     self.endpoint.post, path, sent, content_type=JSON, deadline=deadline, resend=resend, turn=turn
                 )

@@ -251,7 +251,7 @@ async def test_only_a_few_long_replies_are_held_at_once_until_they_are_read() ->
     async with endpoint_to(reply(zlib.compress(body, 1, 31), "Content-Encoding: gzip")) as endpoint:
 
         async def ask() -> None:
-            with endpoint.turn() as turn:
+            async with contextlib.AsyncExitStack() as turn:
                 assert await endpoint.post("/x", b"", content_type="x", deadline=soon(), turn=turn) == body
                 is_read = asyncio.Event()
                 held.put_nowait(is_read)
