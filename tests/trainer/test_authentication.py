@@ -15,12 +15,13 @@ from spot_async.trainer.nodes.authentication import (
     CHALLENGE_BYTES,
     SECRET_VARIABLE,
     ForgedError,
-    Gatekeeper,
     Purpose,
     Seals,
     Secret,
-    Visitor,
+    admitted,
+    answer_of,
     cluster_secret,
+    proven,
 )
 
 SECRET = Secret(b"0123456789abcdef")
@@ -30,10 +31,10 @@ MESSAGES = st.lists(st.binary(max_size=20), min_size=1, max_size=6)
 
 def met(gate: bytes = b"a" * 32, visit: bytes = b"b" * 32, purpose: Purpose = Purpose.NODE) -> tuple[Seals, Seals]:
     """Return both ends' seals after a handshake: node 0's and node k's."""
-    keeper, visitor = Gatekeeper(SECRET, gate), Visitor(SECRET, purpose, visit)
-    said, proof, seals = keeper.check(visitor.answer(keeper.challenge))
-    assert said is purpose
-    return seals, visitor.check(proof)
+    said = (bytes([purpose]), gate, visit)
+    admitted_for, proof, seals = admitted(SECRET, gate, answer_of(SECRET, said))
+    assert admitted_for is purpose
+    return seals, proven(SECRET, said, proof)
 
 
 @given(gate=CHALLENGES, visit=CHALLENGES, purpose=st.sampled_from(Purpose), messages=MESSAGES)
@@ -48,31 +49,28 @@ def test_who_knows_the_secret_is_understood_in_both_directions(
 
 @given(position=st.integers(0, 8 * 65 - 1))
 def test_an_answer_with_any_bit_changed_is_refused(position: int) -> None:
-    keeper, visitor = Gatekeeper(SECRET, b"a" * 32), Visitor(SECRET, Purpose.STORE, b"b" * 32)
-    answer = bytearray(visitor.answer(keeper.challenge))
+    answer = bytearray(answer_of(SECRET, (bytes([Purpose.STORE]), b"a" * 32, b"b" * 32)))
     answer[position // 8] ^= 1 << position % 8
     with pytest.raises(ForgedError):
-        keeper.check(bytes(answer))
+        admitted(SECRET, b"a" * 32, bytes(answer))
 
 
 @given(size=st.integers(0, 64))
 def test_an_answer_that_is_cut_is_refused(size: int) -> None:
-    keeper, visitor = Gatekeeper(SECRET, b"a" * 32), Visitor(SECRET, Purpose.NODE, b"b" * 32)
+    answer = answer_of(SECRET, (bytes([Purpose.NODE]), b"a" * 32, b"b" * 32))
     with pytest.raises(ForgedError):
-        keeper.check(visitor.answer(keeper.challenge)[:size])
+        admitted(SECRET, b"a" * 32, answer[:size])
 
 
 def test_another_secret_a_recorded_answer_and_a_recorded_or_returned_proof_are_refused() -> None:
-    keeper, visitor = Gatekeeper(SECRET, b"a" * 32), Visitor(SECRET, Purpose.NODE, b"b" * 32)
-    answer = visitor.answer(keeper.challenge)
-    _, proof, _ = keeper.check(answer)
-    again = Visitor(SECRET, Purpose.NODE, b"d" * 32)
-    again.answer(keeper.challenge)
+    said, again = ((bytes([Purpose.NODE]), b"a" * 32, own) for own in (b"b" * 32, b"d" * 32))
+    answer = answer_of(SECRET, said)
+    _, proof, _ = admitted(SECRET, b"a" * 32, answer)
     for refused in (
-        lambda: Gatekeeper(Secret(b"another secret!!"), b"a" * 32).check(answer),
-        lambda: Gatekeeper(SECRET, b"c" * 32).check(answer),  # said to a later challenge
-        lambda: visitor.check(answer[-32:]),  # its own proof sent back
-        lambda: again.check(proof),
+        lambda: admitted(Secret(b"another secret!!"), b"a" * 32, answer),
+        lambda: admitted(SECRET, b"c" * 32, answer),  # said to a later challenge
+        lambda: proven(SECRET, said, answer[-32:]),  # its own proof sent back
+        lambda: proven(SECRET, again, proof),
     ):
         with pytest.raises(ForgedError):
             refused()

@@ -116,44 +116,30 @@ class Seals(NamedTuple):
     receiving: Seal
 
 
-class Gatekeeper:
-    """Node 0's end of one handshake."""
-
-    def __init__(self, secret: Secret, challenge: bytes) -> None:
-        """`challenge` is random, `CHALLENGE_BYTES` long, and used once."""
-        self._secret = secret
-        self.challenge = challenge
-
-    def check(self, answer: bytes) -> tuple[Purpose, bytes, Seals]:
-        """Return what the connection is for, the proof to send, and the seals. Raises `ForgedError`."""
-        purpose, theirs, proof = answer[:1], answer[1 : 1 + CHALLENGE_BYTES], answer[1 + CHALLENGE_BYTES :]
-        said = (purpose, self.challenge, theirs)
-        if not hmac.compare_digest(_mac(self._secret.value, b"node k", *said), proof):
-            raise ForgedError
-        seals = Seals(_seal(self._secret, b"from node 0", *said), _seal(self._secret, b"from node k", *said))
-        return _purpose(purpose), _mac(self._secret.value, b"node 0", *said), seals
+Said = tuple[bytes, bytes, bytes]  # the purpose, node 0's challenge, node k's; a challenge is random and used once
 
 
-class Visitor:
-    """Node k's end of one handshake."""
+def answer_of(secret: Secret, said: Said) -> bytes:
+    """Return node k's answer to node 0's challenge."""
+    purpose, _, own = said
+    return purpose + own + _mac(secret.value, b"node k", *said)
 
-    def __init__(self, secret: Secret, purpose: Purpose, challenge: bytes) -> None:
-        """`challenge` is as that of `Gatekeeper`, and this node's own."""
-        self._secret = secret
-        self._purpose = bytes([purpose])
-        self._challenge = challenge
-        self._said: tuple[bytes, bytes, bytes]
 
-    def answer(self, challenge: bytes) -> bytes:
-        """Return the answer to node 0's challenge."""
-        self._said = (self._purpose, challenge, self._challenge)
-        return self._purpose + self._challenge + _mac(self._secret.value, b"node k", *self._said)
+def admitted(secret: Secret, challenge: bytes, answer: bytes) -> tuple[Purpose, bytes, Seals]:
+    """Return node 0's: what the connection is for, the proof to send, and the seals. Raises `ForgedError`."""
+    purpose, theirs, proof = answer[:1], answer[1 : 1 + CHALLENGE_BYTES], answer[1 + CHALLENGE_BYTES :]
+    said = (purpose, challenge, theirs)
+    if not hmac.compare_digest(_mac(secret.value, b"node k", *said), proof):
+        raise ForgedError
+    seals = Seals(_seal(secret, b"from node 0", *said), _seal(secret, b"from node k", *said))
+    return _purpose(purpose), _mac(secret.value, b"node 0", *said), seals
 
-    def check(self, proof: bytes) -> Seals:
-        """Return the seals. Raises `ForgedError` if the other end is not node 0."""
-        if not hmac.compare_digest(_mac(self._secret.value, b"node 0", *self._said), proof):
-            raise ForgedError
-        return Seals(_seal(self._secret, b"from node k", *self._said), _seal(self._secret, b"from node 0", *self._said))
+
+def proven(secret: Secret, said: Said, proof: bytes) -> Seals:
+    """Return node k's seals. Raises `ForgedError` if the other end is not node 0."""
+    if not hmac.compare_digest(_mac(secret.value, b"node 0", *said), proof):
+        raise ForgedError
+    return Seals(_seal(secret, b"from node k", *said), _seal(secret, b"from node 0", *said))
 
 
 def _purpose(said: bytes) -> Purpose:

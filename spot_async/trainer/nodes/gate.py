@@ -22,11 +22,12 @@ from spot_async.trainer.nodes.authentication import (
     CHALLENGE_BYTES,
     TAG_BYTES,
     ForgedError,
-    Gatekeeper,
     Purpose,
     Seals,
     Secret,
-    Visitor,
+    admitted,
+    answer_of,
+    proven,
 )
 
 PROOF_TIMEOUT_S = 5.0
@@ -123,9 +124,9 @@ class Gate:
 
     async def _check(self, connected: socket.socket) -> tuple[Purpose, Seals]:
         loop = asyncio.get_running_loop()
-        keeper = Gatekeeper(self._secret, secrets.token_bytes(CHALLENGE_BYTES))
-        await loop.sock_sendall(connected, keeper.challenge)
-        purpose, proof, seals = keeper.check(await _exactly(connected, ANSWER_BYTES))
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        await loop.sock_sendall(connected, challenge)
+        purpose, proof, seals = admitted(self._secret, challenge, await _exactly(connected, ANSWER_BYTES))
         await loop.sock_sendall(connected, proof)
         return purpose, seals
 
@@ -145,11 +146,12 @@ async def knock(address: str, port: int, secret: Secret, purpose: Purpose) -> tu
     try:
         connected.setblocking(False)
         await loop.sock_connect(connected, (address, port))
-        visitor = Visitor(secret, purpose, secrets.token_bytes(CHALLENGE_BYTES))
         with suppress(EOFError, ForgedError, ConnectionResetError, BrokenPipeError):
             async with asyncio.timeout(PROOF_TIMEOUT_S):
-                await loop.sock_sendall(connected, visitor.answer(await _exactly(connected, CHALLENGE_BYTES)))
-                seals = visitor.check(await _exactly(connected, TAG_BYTES))
+                challenge = await _exactly(connected, CHALLENGE_BYTES)
+                said = (bytes([purpose]), challenge, secrets.token_bytes(CHALLENGE_BYTES))
+                await loop.sock_sendall(connected, answer_of(secret, said))
+                seals = proven(secret, said, await _exactly(connected, TAG_BYTES))
             return connected, seals
         raise UnknownSecretError
     except BaseException:
