@@ -310,10 +310,13 @@ class VllmBackend(StudentBackend):
         await self._updater.update(snapshot, deadline=deadline)
 
     async def _sleep(self, deadline: float) -> None:
-        await process.sleep(self._server, deadline=deadline)
+        await self._server.ask("/sleep?level=1", None, bytes, deadline=deadline)
+        await process.confirm_sleep(self._server, is_sleeping=True, deadline=deadline)
 
     async def _wake(self, part: Part, deadline: float) -> None:
-        await process.wake(self._server, part, deadline=deadline)
+        await self._server.ask(f"/wake_up?tags={part}", None, bytes, deadline=deadline)
+        if part == "kv_cache":
+            await process.confirm_sleep(self._server, is_sleeping=False, deadline=deadline)
 
     async def _ask_engine(self, deadline: float) -> None:
         with self._asking() as (client, names):

@@ -1,4 +1,4 @@
-"""Starts a vLLM server, asks whether it is alive, makes it free its devices' memory, and wakes it.
+"""Starts a vLLM server, and asks whether it is alive and can sleep.
 
 Flags differ between versions, so the command depends on which one is installed. Which routes can be trusted about its
 life was measured with 0.32.0: /health, /version and /v1/models answer even if the engine is frozen. /is_paused asks the
@@ -27,7 +27,7 @@ from ..shared.launch import Command, Doorway, installed
 from ..shared.launch_settings import GIB, LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
-from ..shared.student_backend import Part, cannot_sleep
+from ..shared.student_backend import cannot_sleep
 from .client import NoSuchRouteError, VllmClient
 
 PACKAGE = "vllm"
@@ -154,26 +154,13 @@ async def _tokens_counted(server: RemoteServer, deadline: float) -> float | None
         return None
 
 
-async def sleep(server: RemoteServer, *, deadline: float) -> None:
-    """Send the server to sleep; return once it says that it sleeps."""
-    await server.ask("/sleep?level=1", None, bytes, deadline=deadline)
-    await _confirm(server, is_sleeping=True, deadline=deadline)
-
-
-async def wake(server: RemoteServer, part: Part, *, deadline: float) -> None:
-    """Wake a part of the server; with its cache, return once it says that it is awake."""
-    await server.ask(f"/wake_up?tags={part}", None, bytes, deadline=deadline)
-    if part == "kv_cache":
-        await _confirm(server, is_sleeping=False, deadline=deadline)
-
-
 async def check_can_sleep(server: RemoteServer, *, deadline: float) -> None:
     """Raise `ConfigError` if the server has no route for sleeping.
 
     A server that has the route, but was started without sleep mode, shows it only when it is sent to sleep.
     """
     try:
-        await _confirm(server, is_sleeping=False, deadline=deadline)
+        await confirm_sleep(server, is_sleeping=False, deadline=deadline)
     except PermanentError:
         raise cannot_sleep(server, "--enable-sleep-mode, and VLLM_SERVER_DEV_MODE=1 in its environment") from None
 
@@ -182,7 +169,8 @@ class _Sleeping(msgspec.Struct):
     is_sleeping: bool
 
 
-async def _confirm(server: RemoteServer, *, is_sleeping: bool, deadline: float) -> None:
+async def confirm_sleep(server: RemoteServer, *, is_sleeping: bool, deadline: float) -> None:
+    """Raise `TransientError` unless the server says that it sleeps, or is awake."""
     found = await server.get("/is_sleeping", _Sleeping, deadline=deadline)
     if found.is_sleeping != is_sleeping:
         raise TransientError(
