@@ -35,13 +35,11 @@ from spot_async.data.prompts import PromptRenderer, render_all
 from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Verifier
 from spot_async.running.rehearsal import rehearse
-from spot_async.running.services import OpenServices
 from spot_async.tools.check.problems import JudgedSet, check_sets, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
 from spot_async.tools.check.servers import examine, show_servers
-from spot_async.tools.check.slope import Slope, measure_slope, show_slope
+from spot_async.tools.check.slope import Slope, show_slope
 from spot_async.tools.check.view import (
     show_golds,
     show_overlaps,
@@ -226,13 +224,8 @@ class ServersCheck:
             if is_shown:
                 show_servers(screen, found)
 
-        async def measure(services: OpenServices, verifier: Verifier) -> None:
-            if problems is not None:
-                tell = status.update if is_shown else lambda line: None
-                self.slope = await measure_slope(config, plan, services, verifier, problems, tell)
-
         with status if is_shown else contextlib.nullcontext():
-            asyncio.run(examine(config, plan, directory, diagnosed, None if problems is None else measure))
+            self.slope = asyncio.run(examine(config, plan, directory, diagnosed, problems, status.update))
         if is_shown and self.slope is not None:
             show_slope(screen, self.slope)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -19,16 +19,15 @@ from spot_async.checks.score_rows import RIGHT
 from spot_async.checks.server_diagnosis import UNLIKELY
 from spot_async.checks.server_facts import Answer, ServerFacts, known
 from spot_async.config import Config
-from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
-from spot_async.running.services import Companions, OpenServices, StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.telemetry.bottleneck import percent
+from spot_async.tools.check.slope import Slope, measure_slope
 from spot_async.tools.check.view import show_warnings
 from spot_async.types import LogprobTemperature
 
 T = TypeVar("T")
-Measure = Callable[[OpenServices, Verifier], Awaitable[None]]
 
 
 async def examine(
@@ -36,22 +35,24 @@ async def examine(
     plan: TrainPlan,
     directory: Path,
     diagnosed: Callable[[Diagnosis], None],
-    measure: Measure | None = None,
-) -> None:
+    problems: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Slope | None:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`.
 
-    `diagnosed` gets what was found. `measure` is then done with them, for which they are opened as for training: unsafe
-    ones are refused (ConfigError).
+    `diagnosed` gets what was found. With `problems` return what so many say of the teacher, for which servers are
+    opened as for training: unsafe ones are refused (ConfigError). `tell` gets how far that is.
     """
     spending = make_spending(config, plan)
     verifier = make_verifier(config, spending)
     listener = StartListener(diagnosed=diagnosed)
     beside = Companions(spending=spending, entered=[verifier], listener=listener)
-    opening = open_services(plan.served, directory, run=(config, plan), is_used=measure is not None, beside=beside)
+    opening = open_services(plan.served, directory, run=(config, plan), is_used=problems is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
         await open_verifiers(plan.evaluation, stack)
-        if measure is not None:
-            await measure(services, verifier)
+        if problems is None:
+            return None
+        return await measure_slope(config, plan, services, verifier, problems, tell)
 
 
 def show_servers(screen: Console, diagnosis: Diagnosis) -> None:
