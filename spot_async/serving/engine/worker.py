@@ -20,7 +20,6 @@ import torch
 from spot_async.errors import PermanentError, SpotError
 from spot_async.serving.api import EngineRequest, Stats, VersionReply
 from spot_async.serving.engine.engine import Engine
-from spot_async.serving.engine.limits import Limits
 from spot_async.serving.engine.requests import Task, new_task
 from spot_async.serving.engine.weights import Adapter
 from spot_async.types import WeightVersion
@@ -50,10 +49,6 @@ class EngineWorker:
 
     def _stop(self) -> None:
         self._stopping = True
-
-    @property
-    def limits(self) -> Limits:
-        return self._engine.limits
 
     def submit(self, request: EngineRequest) -> Future[Any]:
         """Return a future of the request's reply, or of a `PermanentError` if it cannot be served."""

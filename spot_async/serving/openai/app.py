@@ -11,13 +11,14 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from spot_async.base.tasks import both
 from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, ScoreRequest, status_of
 from spot_async.serving.engine.worker import EngineWorker
@@ -87,12 +88,11 @@ class _Completions:
             self._taken -= 1
 
     async def _answer(self, plan: Plan) -> Response:
-        needed: list[ScoreRequest | GenerateRequest | None] = [plan.scoring, plan.generation]
-        for each in needed:
-            if each is not None:
-                self._worker.limits.check(each)
-        answers = [None if each is None else await asyncio.wrap_future(self._worker.submit(each)) for each in needed]
-        return await self._in_thread(lambda: _reply(plan.reply(*answers)))
+        scores, sampled = await both(self._asked(plan.scoring), self._asked(plan.generation))
+        return await self._in_thread(lambda: _reply(plan.reply(scores, sampled)))
+
+    async def _asked(self, request: ScoreRequest | GenerateRequest | None) -> Any:
+        return None if request is None else await asyncio.wrap_future(self._worker.submit(request))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of work on texts, which would hold up the event loop."""
