@@ -26,6 +26,7 @@ from spot_async.protocols import PromptStages
 from spot_async.terms import pull, row_bytes
 from spot_async.types import (
     NO_TOKEN,
+    BoolArray,
     Generation,
     Int64Array,
     Judgement,
@@ -217,11 +218,7 @@ class SpotPolicy:
         """Choose where to probe: the M best of the eligible positions."""
         if self._probeable is None:
             return NOTHING_SELECTED
-        probeable = self._probeable[rollout.token_ids]  # (T,)
-        has_choice = (scores.topk_ids[:, :2] != NO_TOKEN).all(axis=1)
-        eligible = np.flatnonzero(probeable & scores.known_rows & has_choice)
-        if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:
-            eligible = eligible[eligible < token_of(rollout.token_ids, start, stages.decode)]
+        eligible = self._eligible(self._probeable[rollout.token_ids], rollout, scores, stages)
         if len(eligible) == 0:
             return NOTHING_SELECTED
         if self._estimates(stages):
@@ -262,6 +259,16 @@ class SpotPolicy:
             outcome="exact" if scores.rows is None else "uncertain",
             certain=np.full(len(chosen), scores.rows is None),
         )
+
+    def _eligible(
+        self, probeable: BoolArray, rollout: Generation, scores: TokenScores, stages: PromptStages
+    ) -> Int64Array:
+        """Return the probeable positions (E,) where the teacher has candidates, up to the answer if that is skipped."""
+        has_choice = (scores.topk_ids[:, :2] != NO_TOKEN).all(axis=1)
+        eligible = np.flatnonzero(probeable & scores.known_rows & has_choice)
+        if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:
+            eligible = eligible[eligible < token_of(rollout.token_ids, start, stages.decode)]
+        return eligible
 
     async def _compared(
         self, selection: Selection, rollout: Generation, scores: TokenScores, stages: PromptStages
