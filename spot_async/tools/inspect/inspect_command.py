@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -16,13 +15,13 @@ from rich.text import Text
 from spot_async.base.text import counted, visible
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
-from spot_async.run_directory.reading import RunFiles
+from spot_async.run_directory.reading import RunFiles, name_tokens, token_texts
 from spot_async.run_directory.samples import SampleRecord, SampleSummary
+from spot_async.tools.inspect.report import Report, read_report, report_page
+from spot_async.tools.inspect.terminal import sample_view, samples_table
+from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page, samples_page
 from spot_async.tools.pages.page import Links, Section, address, folder_of, is_plain, page_path, write_page
 from spot_async.types import Verdict
-
-if TYPE_CHECKING:
-    from spot_async.tools.inspect.report import Report
 
 QUIET = Console(quiet=True)
 MOST_PAGES, MOST_TOKENS = 256, 300_000  # of samples that have pages beside a report; a token takes about 500 bytes
@@ -35,12 +34,9 @@ def list_samples(
 
     Raises DataError if there are none.
     """
-    from spot_async.tools.inspect.terminal import samples_table
-
     if verdict is not None and verdict not in list(Verdict):
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
-    files = RunFiles(run)
-    refuse_evaluation(files)
+    files = training_run(run)
     rows = files.samples.read()
     sampled = {row.iteration for row in rows}
     if not sampled:
@@ -76,9 +72,6 @@ def write_samples(
 
     All of them have the `links` too, which are relative to `folder`.
     """
-    from spot_async.run_directory.reading import name_tokens, token_texts
-    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page, samples_page
-
     policy, rows, groups = PolicySettings.of(files.config()), files.samples.read(), defaultdict(list)
     for number in numbers:
         groups[rows[number].problem_id].append(number)
@@ -103,12 +96,7 @@ def write_samples(
 
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:
     """Print a sample and write its page, by default into the run directory. Raises DataError."""
-    from spot_async.run_directory.reading import name_tokens, token_texts
-    from spot_async.tools.inspect.terminal import sample_view
-    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
-
-    files = RunFiles(run)
-    refuse_evaluation(files)
+    files = training_run(run)
     number, sample = files.sample(wanted)
     path = page_path(run, f"inspect-{number}.html", html)
     name_tokens(files, sample)
@@ -129,10 +117,7 @@ def write_report(
     With `watch_s` it is written again as often, if the run has grown, until the run ends. Pages of samples are written
     once it has ended.
     """
-    from spot_async.tools.inspect.report import read_report, report_page
-
-    files = RunFiles(run)
-    refuse_evaluation(files)
+    files = training_run(run)
     path = page_path(run, "report.html", html)
     told = screen
     while watch_s is not None and files.is_going_on():
@@ -158,8 +143,6 @@ def write_linked(
     screen: Console, files: RunFiles, path: Path, report: Report, links: Links = (), *, is_named: bool = False
 ) -> None:
     """Write a report that leads by `links` elsewhere, and, once the run ended, to pages of its samples beside it."""
-    from spot_async.tools.inspect.report import report_page
-
     samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
     if not samples or not is_plain(path) or files.is_going_on():
         write_page(screen, path, report_page(report, links=links), is_named=is_named)
@@ -173,10 +156,12 @@ def write_linked(
     screen.print(Text(f"{counted(len(numbers), 'page')} of {samples:,} samples: {folder}"), soft_wrap=True)
 
 
-def refuse_evaluation(files: RunFiles) -> None:
-    """Raise DataError for a directory of `spot-async eval`, where nothing was sampled for training."""
+def training_run(run: Path) -> RunFiles:
+    """Return a run's files. Raises DataError for `spot-async eval`'s, where nothing was sampled for training."""
+    files = RunFiles(run)
     if files.is_evaluation:
         raise DataError(
             f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
             "response in evaluation.jsonl; this command is for a training run"
         )
+    return files
