@@ -150,7 +150,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         policy_model=models.of_policy,
         evaluation=evaluation,
         seen={each.key: seen for each in evaluation if (seen := count_identical(data.problems, each.problems))},
-        silence=silence and silence.with_longer_start(added_start_s(served)),
+        silence=silence and {**silence, None: silence[None] + added_start_s(served)},
         common=models.common,
         own_tokens=data.own_tokens,
         texts_read=data.texts_read,

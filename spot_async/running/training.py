@@ -107,7 +107,7 @@ class TrainingRun:
         self._cores = core_shares(plan.served)
         silence = plan.silence
         if silence is not None and start.topology is not None:
-            silence = silence.with_longer_start(config.cluster.join_timeout_s)
+            silence = {**silence, None: silence[None] + config.cluster.join_timeout_s}
         self._watchdog = Watchdog(silence, directory.path, exit_process=start.exit_process)
         self._nodes = None if start.topology is None else JoinedNodes(start.topology, config, self._screen.say)
         self._events = Channel()

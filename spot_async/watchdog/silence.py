@@ -13,9 +13,9 @@ own, or a hung publish would hide behind a trainer that continues.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import get_args
+from typing import TypeAlias, get_args
 
 from spot_async.base.retry import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config
@@ -23,6 +23,8 @@ from spot_async.errors import ConfigError
 from spot_async.loop.events import Phase, Pump
 from spot_async.types import PolicyNeeds
 
+# The seconds without a commit after which a run counts as stalled, by its phase; None: before and after training.
+SilenceLimits: TypeAlias = Mapping[Phase | None, float]
 PUMPS: tuple[Pump, ...] = get_args(Pump)
 MARGIN_S = 60.0  # how much later than a deadline the watchdog comes
 
@@ -103,7 +105,7 @@ def look_at_pumps(
     def look(pump: Pump) -> PumpLook:
         waits = _waits_for_other(pump, phases)
         counted = [*phases] if waits else [pump]
-        allowed_s = [float("inf") if limits is None else limits.of(phases[each][0]) for each in counted]
+        allowed_s = [float("inf") if limits is None else limits[phases[each][0]] for each in counted]
         silence_s = min(progress.silence_s(now_s, each) for each in counted)
         return PumpLook(pump, *phases[pump], silence_s, max(allowed_s) + asked_s, waits)
 
@@ -121,34 +123,6 @@ def _waits_for_other(pump: Pump, phases: Mapping[Pump, tuple[Phase | None, int]]
     # admitted before new ones are written.
     held_up = training == "wait for batch" and publishing in ("write weights", "drain", "update weights")
     return held_up or training in ("update weights", "evaluate")
-
-
-@dataclass(frozen=True)
-class SilenceLimits:
-    """The seconds without a commit after which a run counts as stalled, by what it is doing."""
-
-    supervision_s: float
-    training_s: float
-    weight_update_s: float
-    evaluation_s: float
-    start_s: float
-
-    def with_longer_start(self, more_s: float) -> SilenceLimits:
-        return replace(self, start_s=self.start_s + more_s)
-
-    def of(self, phase: Phase | None) -> float:
-        """Return the limit in a phase of an iteration; None stands for before and after training."""
-        match phase:
-            case None:
-                return self.start_s
-            case "wait for batch" | "wait for weights" | "drain":
-                return self.supervision_s
-            case "train" | "write weights":
-                return self.training_s
-            case "update weights":
-                return self.weight_update_s
-            case "evaluate":
-                return self.evaluation_s
 
 
 def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False) -> SilenceLimits | None:
@@ -179,15 +153,19 @@ def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False)
     training_s = (3 if revises else 1) * config.training.step_timeout_s  # a look, `revise`, and the step
     start_s = max(each.serving.start_timeout_s for each in config.models.values())
     sleeps = any(getattr(each.backend, "sleep_while_training", False) for each in config.models.values())
-    return SilenceLimits(
-        supervision_s=supervision_s,
-        # Servers that share devices with the trainer sleep before it trains, and wake in two steps around the
-        # weight update. Each may take as long as that.
-        training_s=at_least(training_s + WEIGHT_UPDATE_TIMEOUT_S),
-        weight_update_s=at_least((3 if sleeps else 1) * WEIGHT_UPDATE_TIMEOUT_S + recovery_s),
-        evaluation_s=at_least(evaluation_s + recovery_s),
-        start_s=at_least(max(start_s, training_s, WEIGHT_UPDATE_TIMEOUT_S, evaluation_s)),
-    )
+    # Servers that share devices with the trainer sleep before it trains, and wake in two steps around the weight
+    # update. Each may take as long as that.
+    trained_s = at_least(training_s + WEIGHT_UPDATE_TIMEOUT_S)
+    return {
+        None: at_least(max(start_s, training_s, WEIGHT_UPDATE_TIMEOUT_S, evaluation_s)),
+        "wait for batch": supervision_s,
+        "wait for weights": supervision_s,
+        "drain": supervision_s,
+        "train": trained_s,
+        "write weights": trained_s,
+        "update weights": at_least((3 if sleeps else 1) * WEIGHT_UPDATE_TIMEOUT_S + recovery_s),
+        "evaluate": at_least(evaluation_s + recovery_s),
+    }
 
 
 def _requests_in_a_row(needs: PolicyNeeds) -> int:

@@ -58,7 +58,8 @@ HANGING = """
     from spot_async.base.processes.exits import exit_with_parent
     from spot_async.run_directory.layout import RunDirectory
     from spot_async.watchdog import monitor
-    from spot_async.watchdog.silence import SilenceLimits
+    from typing import get_args
+    from spot_async.loop.events import Phase
 
     async def main(how, folder):
         child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
@@ -66,7 +67,8 @@ HANGING = """
         if how in BLOCKING:  # else a busy machine that writes the report passes for a blocked loop
             monitor.BLOCKED_AFTER_S = 0.3
         print(child.pid, flush=True)
-        with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=hung(RunDirectory(folder))) as watchdog:
+        limits = dict.fromkeys([None, *get_args(Phase)], 1.0)
+        with monitor.Watchdog(limits, folder, exit_process=hung(RunDirectory(folder))) as watchdog:
             async with alongside(watchdog.watch):
                 await how()
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.checks.questions import Asked
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, StalledError, ThrottledError
-from spot_async.loop.events import ResponseJudged, StepBegan
+from spot_async.loop.events import Phase, ResponseJudged, StepBegan
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.services import (
@@ -39,14 +40,13 @@ from spot_async.watchdog.silence import (
     PUMPS,
     Commit,
     Progress,
-    SilenceLimits,
     look_at_pumps,
     silence_limits,
 )
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
-LIMITS = SilenceLimits(*[TIMEOUT_S] * 5)
+LIMITS = dict.fromkeys([None, *get_args(Phase)], TIMEOUT_S)
 FOR_EVER = 1e9
 
 
@@ -348,12 +348,12 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     limits = silence_limits(config, SPOT_NEEDS)
     chain = ["rollout", "score", "candidates", "probe", "verify", "verify"]
     prompt_s = len(chain) * config.stages.timeout_s + config.teacher.serving.recovery_timeout_s
-    assert limits.of("wait for batch") > prompt_s
-    assert limits.of("train") > 7200
-    assert limits.of("update weights") > 600
-    assert limits.of("evaluate") > 3 * 3000
-    assert limits.of(None) > 7200
-    assert silence_limits(config, SPOT_NEEDS, revises=True).of("train") > 2 * 7200  # a look has a deadline of its own
+    assert limits["wait for batch"] > prompt_s
+    assert limits["train"] > 7200
+    assert limits["update weights"] > 600
+    assert limits["evaluate"] > 3 * 3000
+    assert limits[None] > 7200
+    assert silence_limits(config, SPOT_NEEDS, revises=True)["train"] > 2 * 7200  # a look has a deadline of its own
 
 
 def test_a_policy_that_goes_through_its_stages_in_rounds_may_be_silent_for_as_many_deadlines():
@@ -362,7 +362,7 @@ def test_a_policy_that_goes_through_its_stages_in_rounds_may_be_silent_for_as_ma
 
     def prompt_s(rounds):
         needs = msgspec.structs.replace(SPOT_NEEDS, rounds=rounds)
-        return silence_limits(config, needs).of("wait for batch") - MARGIN_S - recovery_s
+        return silence_limits(config, needs)["wait for batch"] - MARGIN_S - recovery_s
 
     assert prompt_s(4) == 4 * prompt_s(1)
     with pytest.raises(ConfigError, match=r"\(24 x stages.timeout_s \+ student.serving.recovery_timeout_s\)"):
