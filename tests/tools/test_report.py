@@ -319,15 +319,6 @@ def test_no_share_is_drawn_beyond_all(tmp_path):
         assert max(map(int, re.findall(r">(\d+) %<", figures[title]))) == 100
 
 
-def test_the_line_of_results_is_the_row_over_everything():
-    table = ResultTable(
-        ("tier", "problems", "Avg@8 before", "Avg@8 after"),
-        (ResultRow("easy", 60, ("44.0 ±2.8", "61.5 ±2.6")), ResultRow("all", 180, ("32.5 ±1.6", "49.3 ±1.7"))),
-        "",
-    )
-    assert table.line == "all (180 problems, percent): Avg@8 before 32.5 ±1.6, Avg@8 after 49.3 ±1.7"
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [

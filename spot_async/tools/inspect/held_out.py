@@ -62,13 +62,6 @@ class ResultTable:
         nothing = ": no measurable change" if error and abs(float(size)) < 2 * float(error) else ""
         return f"{values} % held out ({name}), {change}{nothing}"
 
-    @property
-    def line(self) -> str:
-        """Return the last row, which is over everything, as a line for a terminal."""
-        whole = self.rows[-1]
-        figures = zip(self.headings[2:], whole.cells, strict=True)
-        return f"{whole.tier} ({whole.problems} problems, percent): {', '.join(' '.join(each) for each in figures)}"
-
 
 @dataclass(frozen=True)
 class HeldOut:

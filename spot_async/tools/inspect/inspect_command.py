@@ -135,7 +135,7 @@ def write_report(
     if report.missing_signal is not None:
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:
-        screen.print(Text(report.results.line))
+        screen.print(report.results.for_terminal(), Text(report.results.note), sep="\n", soft_wrap=True)
     write_linked(screen, files, path, report, is_named=html is not None)
 
 
