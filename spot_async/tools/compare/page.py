@@ -14,7 +14,7 @@ from spot_async.tools.compare.reading import Evaluated
 from spot_async.tools.compare.statistics import Comparison, PassCurves
 from spot_async.tools.inspect.held_out import held_out
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Links, Plot, filled, points
+from spot_async.tools.pages.page import Links, Plot, Section, filled, points
 from spot_async.tools.pages.series import Format, Series, fine_percent, running_mean, seconds, short_number
 
 MARKS = {"best": Markup("<strong>{}</strong>"), "second": Markup("<u>{}</u>"), "": Markup("{}")}
@@ -40,13 +40,14 @@ def comparison_page(
     """Return the page, with `links` to reports. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
     whole = ("", headings, [[visible(name), *cells] for name, *cells in tables.ranked_rows(comparison, MARKS)])
+    trained = curves([(run.name, files.metrics() if (files := run.trained) else []) for run in runs])
+    sections = Section("Pass@k", pass_plots(comparison.methods, pass_curves)), Section("Training", trained)
     return filled(
         "comparison.html",
         tables=[whole, *tables.difference_tables(comparison)],
         notes=[visible(each) for each in notes],
         links=links,
-        pass_plots=pass_plots(comparison.methods, pass_curves),
-        plots=curves([(run.name, files.metrics() if (files := run.trained) else []) for run in runs]),
+        sections=[section for section in sections if section.plots],
     )
 
 

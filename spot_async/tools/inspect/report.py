@@ -425,5 +425,8 @@ def report_page(report: Report, *, written: str = "", reload_s: float | None = N
 
     Its points lead to their iterations' samples, if `links` has the page of these.
     """
-    page, listed = filled("report.html", report=report, written=written, reload_s=reload_s, links=links), dict(links)
+    listed = dict(links)
+    page = filled(
+        "report.html", report=report, sections=report.sections, written=written, reload_s=reload_s, links=links
+    )
     return svg.leading(page, listed["samples"], {i for i, _ in report.lengths}) if "samples" in listed else page

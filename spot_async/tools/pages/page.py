@@ -46,7 +46,7 @@ class Plot:
 @dataclass(frozen=True)
 class Section:
     title: str
-    plots: tuple[Plot, ...]
+    plots: Sequence[Plot]
 
 
 def present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
