@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from spot_async.base.text import rough_time, visible
@@ -334,14 +335,10 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     third = len(iterations) // 3
     parts = {"first third": iterations[:third], "last third": iterations[-third:]} if third else {"all": iterations}
     edges = [round(tick) for tick in nice_ticks(0.0, max(longest, LENGTH_BINS), LENGTH_BINS)]
-    width = edges[1]
     series = []
     for name, part in parts.items():
-        counts = [0] * (len(edges) - 1)
-        for iteration, tokens in lengths:
-            if part[0] <= iteration <= part[-1]:
-                counts[min(len(counts) - 1, tokens // width)] += 1
-        series.append((name, [count / max(1, sum(counts)) for count in counts]))
+        counted, _ = np.histogram([tokens for iteration, tokens in lengths if part[0] <= iteration <= part[-1]], edges)
+        series.append((name, (counted / counted.sum()).tolist()))
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 

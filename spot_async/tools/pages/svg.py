@@ -10,9 +10,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 from markupsafe import Markup
 
 from spot_async.base.text import shortened
@@ -108,24 +110,15 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
     xs = [x for x, _ in drawn[0].points]
-    below = [0.0] * len(xs)
-    layers: list[tuple[list[float], list[float]]] = []
-    for each in drawn:
-        above = [base + value for base, (_, value) in zip(below, each.points, strict=True)]
-        layers.append((below, above))
-        below = above
-    x, y, frame = _axes(extent(xs), (0.0, max(below)), format_y)
+    bounds = np.cumsum([[0.0] * len(xs), *([value for _, value in each.points] for each in drawn)], axis=0)
+    x, y, frame = _axes(extent(xs), (0.0, float(bounds[-1].max())), format_y)
+    across = [x(at) for at in xs]
+    if len(xs) == 1:  # a single iteration has no area, so it is drawn as a bar
+        across, bounds = [across[0] - WIDTH / 20, across[0] + WIDTH / 20], bounds.repeat(2, axis=1)
     marks = [frame]
-    for each, (lower, upper) in zip(drawn, layers, strict=True):
-        outline = [*zip(xs, upper, strict=True), *reversed(list(zip(xs, lower, strict=True)))]
-        if len(xs) == 1:  # a single iteration has no area, so it is drawn as a bar
-            half = WIDTH / 20
-            middle = x(xs[0])
-            corners = [(middle - half, y(upper[0])), (middle + half, y(upper[0])),
-                       (middle + half, y(lower[0])), (middle - half, y(lower[0]))]  # fmt: skip
-        else:
-            corners = [(x(at), y(value)) for at, value in outline]
-        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
+    for each, (lower, upper) in zip(drawn, pairwise(bounds.tolist()), strict=True):
+        corners = [*zip(across, upper, strict=True), *reversed([*zip(across, lower, strict=True)])]
+        points = " ".join(f"{at:.1f},{y(value):.1f}" for at, value in corners)
         marks.append(Markup('<polygon class="area {}" points="{}"/>').format(_colour(each.colour), points))
     return _figure(marks, _strips(drawn, x, format_y), drawn, _area_keys(drawn))
 
