@@ -230,10 +230,10 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
 
     files = RunFiles(path)
     rows, config = files.metrics(), files.config()
-    before, after = figures_of(files, "before"), figures_of(files, "after")
-    if results := result_table(files.summary(), config, after or before):
+    last = figures_of(files, "after") or figures_of(files, "before")
+    if results := result_table(files.summary(), config, last):
         screen.print(results.for_terminal(), Text(results.note), sep="\n", soft_wrap=True)
-    if evaluated := held_out(rows, before, after):
+    if evaluated := held_out(files, rows):
         screen.print(
             f"best: {evaluated.best_words}. It was picked by these same problems, so this figure is "
             "optimistic: measure it on others before comparing",

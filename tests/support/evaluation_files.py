@@ -18,6 +18,7 @@ def written(
     model: str = "m",
     model_fingerprint: str = "f",
     note: str | None = None,
+    file: str = "evaluation.json",
     versions: Mapping[str, str] | None = None,
     **settings,
 ) -> Path:
@@ -48,5 +49,5 @@ def written(
         verdicts={},
     )
     path.mkdir(parents=True, exist_ok=True)
-    (path / "evaluation.json").write_bytes(msgspec.json.encode(figures))
+    (path / file).write_bytes(msgspec.json.encode(figures))
     return path

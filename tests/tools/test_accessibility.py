@@ -73,7 +73,8 @@ def listed(run: Path) -> str:
 
 
 def comparison(run: Path) -> str:
-    make_run(run, [], [metrics_row(i) | {"evaluation/avg@8": i / 10} for i in (1, 2, 3)])
+    make_run(run, [], [metrics_row(i) for i in (1, 2, 3)])
+    written(run, {"AMC23": [1], "AIME24": [2]}, file="evaluation-000002.json")
     written(run, {"AMC23": [1, 2]})
     written(run.with_name("other"), {"AMC23": [2, 2]}, model_fingerprint="g")
     runs = [read_evaluated(f"{name}={run.with_name(name)}") for name in (run.name, "other")]

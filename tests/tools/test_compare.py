@@ -40,8 +40,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_of_a_comparison_has_its_table_its_differences_and_the_runs_curves(tmp_path):
     one, other = written(tmp_path / "one", {"AMC23": [0, 8, 4]}), tmp_path / "other"
-    rows = [metrics_row(i) | {"evaluation/avg@8": i / 10, "rollout/accuracy": 0.5} for i in (1, 2, 3)]
-    make_run(other, [spot_sample()], rows)
+    make_run(other, [spot_sample()], [metrics_row(i) | {"rollout/accuracy": 0.5} for i in (1, 2, 3)])
+    written(other, {"AMC23": [1], "AIME24": [2]}, file="evaluation-000002.json")
     written(other, {"AMC23": [8, 8, 8]}, model_fingerprint="g")
     page = tmp_path / "page.html"
     assert "page: " in shown(f"<b>one</b>={one}", f"other={other}", "--html", str(page))

@@ -17,6 +17,7 @@ from spot_async.cli.runs import show_outcome
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.reading import RunFiles
 from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
@@ -27,11 +28,11 @@ from spot_async.tools.inspect.report import length_histogram, read_report, repor
 from spot_async.tools.inspect.troubles import troubles_at
 
 
-def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=None):
+def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=None, samples=8):
     """Write the file of an evaluation of one benchmark; of none without `avg`."""
     mean = None if avg is None else Estimate(value=avg, standard_error=error)
     benchmark = BenchmarkFigures(
-        problems=1, samples=8, tokens=1, mean_tokens=Estimate(value=1.0, standard_error=None), truncated=0.0,
+        problems=1, samples=samples, tokens=1, mean_tokens=Estimate(value=1.0, standard_error=None), truncated=0.0,
         verdicts={}, avg=mean, pass_at={k: Estimate(value=v, standard_error=None) for k, v in (pass_at or {}).items()},
     )  # fmt: skip
     figures = EvaluationFigures(
@@ -141,13 +142,15 @@ def test_samples_are_read_once_and_anew_if_the_run_went_back(tmp_path):
 
 def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(tmp_path):
     shares = {1: 0.25, 2: 0.5, 3: 0.5}
-    common = {"evaluation/avg@8_standard_error": 0.125, "evaluation/hard/avg@8": 1.0, "evaluation/pass@8": 0.75}
-    rows = [metrics_row(i) | common | {"evaluation/avg@8": share} for i, share in shares.items()]
-    files = make_run(tmp_path / "run", [], [*rows, metrics_row(4)])
+    for name, iterations in (("run", 4), ("even", 3)):
+        make_run(tmp_path / name, [], [metrics_row(i + 1) for i in range(iterations)])
+        for iteration, share in shares.items():
+            write_evaluation(tmp_path / name, f"{iteration:06d}", share, 0.125, {8: 0.75})
+    files = RunFiles(tmp_path / "run")
     report = read_report(files)
     (card,) = (plot for plot in report.sections[0].plots if plot.title == "Accuracy on held-out problems")
     assert "iteration 2: Avg@8 50 %, Pass@8 75 %" in card.figure
-    assert card.figure.count('class="whisker') == 3  # Pass@8 was written without errors
+    assert card.figure.count('class="whisker') == 3  # Pass@8 is written without errors
     assert card.figure.count('class="mark"') == 1
     assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %"  # the first of equals
     write_evaluation(tmp_path / "run", "before", 0.625)
@@ -158,18 +161,18 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
     report = read_report(files)  # the last evaluation during training was before the last iteration
     assert dict(report.facts)["best"] == "iteration 4, Avg@8 87.5 ±12.5 %"
     assert "iteration 4: Avg@8 88 %, Pass@8 100 %" in report.sections[0].plots[0].figure
-    files = make_run(tmp_path / "even", [], rows)
     write_evaluation(tmp_path / "even", "after", 0.875, 0.125, {8: 1.0})
-    assert "88 %" not in read_report(files).sections[0].plots[0].figure  # it is that of the last iteration
+    report = read_report(RunFiles(tmp_path / "even"))
+    assert "88 %" not in report.sections[0].plots[0].figure  # it is that of the last iteration
 
 
 def test_held_out_figures_of_an_asynchronous_run_stand_at_the_weights_that_were_measured(tmp_path):
-    late = {6: (5, 0.25), 11: (10, 0.5), 16: (15, 0.75)}  # by row: whose weights, and their figure
     rows = [metrics_row(i) for i in range(1, 17)]
-    for row, (iteration, share) in late.items():
-        rows[row - 1] |= {"evaluation/iteration": float(iteration), "evaluation/avg@1": share}
+    rows[5] |= {"evaluation/iteration": 5.0, "evaluation/avg@1": 0.25}
     files = make_run(tmp_path / "run", [], rows)
-    write_evaluation(tmp_path / "run", "after", 0.625)
+    for iteration, share in ((5, 0.25), (10, 0.5), (15, 0.75)):
+        write_evaluation(tmp_path / "run", f"{iteration:06d}", share, samples=1)
+    write_evaluation(tmp_path / "run", "after", 0.625, samples=1)
     report = read_report(files)
     assert dict(report.facts)["best"] == "iteration 15, Avg@1 75.0 %"
     figure = report.sections[0].plots[0].figure
@@ -393,7 +396,6 @@ def test_a_limit_is_what_the_servers_let_in_where_that_is_less_than_the_stages_o
 TIER = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
 EVALUATED = {"samples": 8, "tokens": 1, "tiers": {"all": TIER}}
 NOT_JUDGED = {"samples": 1, "tokens": 1, "tiers": {}}
-ACCURATE = metrics_row(1) | {"evaluation/avg@8": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +405,6 @@ ACCURATE = metrics_row(1) | {"evaluation/avg@8": 0.5}
         ([metrics_row(1)], None, "The run ended early"),
         ([metrics_row(1)], {"before": None, "after": None}, "The run was not evaluated: there is no table"),
         ([metrics_row(1)], {"before": EVALUATED, "after": None}, "The trained student was not evaluated at the end."),
-        ([ACCURATE], {"before": None, "after": None}, "The trained student was not evaluated at the end."),
         ([metrics_row(1)], {"before": NOT_JUDGED, "after": NOT_JUDGED, "change": {}}, "were not judged: there is no"),
         ([{"iteration": 1, "train/loss": 0.5}], {}, "probes no positions"),
         ([{"iteration": 1}], None, "nothing can be said"),
@@ -413,3 +414,9 @@ def test_what_is_missing_is_said(tmp_path, rows, summary, expected):
     page = report_page(read_report(make_run(tmp_path / "run", [], rows, summary)))
     assert expected in Tags(page).text
     assert ("Results on held-out problems" in page) == bool(summary and summary.get("before") == EVALUATED)
+
+
+def test_an_evaluation_while_it_trained_is_none_of_the_trained_student(tmp_path):
+    files = make_run(tmp_path / "run", [], [metrics_row(1)], {"before": None, "after": None})
+    write_evaluation(tmp_path / "run", "000001", 0.5)
+    assert "The trained student was not evaluated at the end." in Tags(report_page(read_report(files))).text

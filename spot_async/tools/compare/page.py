@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from spot_async.base.text import visible
+from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
-from spot_async.telemetry.totals import Rows
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.reading import Evaluated
 from spot_async.tools.compare.statistics import Comparison, PassCurves
@@ -40,7 +40,7 @@ def comparison_page(
     """Return the page, with `links` to reports. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
     whole = ("", headings, [[visible(name), *cells] for name, *cells in tables.ranked_rows(comparison, MARKS)])
-    trained = curves([(run.name, files.metrics() if (files := run.trained) else []) for run in runs])
+    trained = curves([(run.name, run.trained) for run in runs])
     sections = Section("Pass@k", pass_plots(comparison.methods, pass_curves)), Section("Training", trained)
     return filled(
         "comparison.html",
@@ -66,18 +66,18 @@ def pass_plots(methods: Sequence[str], curves: Sequence[PassCurves]) -> list[Plo
     return plots
 
 
-def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
-    """Return the curves that at least one run has, each run in a colour of its own."""
+def curves(runs: Sequence[tuple[str, RunFiles | None]]) -> list[Plot]:
+    """Return the curves that at least one run has, each run in a colour of its own. None: it did not train."""
+    read = [(visible(name), colour, files, files.metrics()) for colour, (name, files) in enumerate(runs) if files]
     evaluated = [
-        Series(visible(name), found.curves[0].points, colour, errors=found.curves[0].errors)
-        for colour, (name, rows) in enumerate(runs)
-        if (found := held_out(rows)) is not None
+        Series(name, found.curves[0].points, colour, errors=found.curves[0].errors)
+        for name, colour, files, rows in read
+        if (found := held_out(files, rows)) is not None
     ]
     drawn: list[tuple[str, str, Format, list[Series]]] = []
     drawn.append(("Accuracy on held-out problems", "Bars: one standard error over problems.", percent, evaluated))
     for metric, title, form in CURVES:
-        every = enumerate(runs)
-        series = [Series(visible(name), running_mean(points(rows, metric)), colour) for colour, (name, rows) in every]
+        series = [Series(name, running_mean(points(rows, metric)), colour) for name, colour, _, rows in read]
         drawn.append((title, "Running means.", form, series))
     return [
         Plot(title, note, svg.line_plot(series, format_y=form, smooth=False))

@@ -6,7 +6,6 @@ It reads what the run wrote about them; nothing is evaluated or judged here.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import counted, visible, with_error
-from spot_async.evaluation.metrics import Estimate, EvaluationFigures, over_all, read_figures
-from spot_async.run_directory.reading import RunFiles, evaluated_iteration
+from spot_async.evaluation.metrics import Estimate, EvaluationFigures, Figures, over_all, read_figures
+from spot_async.run_directory.layout import evaluated
+from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.evaluations import kind_of_row, marked, notes
 from spot_async.telemetry.screen import number_table
@@ -106,54 +106,40 @@ class HeldOut:
         return svg.line_plot(self.curves, format_y=percent, most=1.0, marked=marked)
 
 
-def held_out(
-    rows: Rows, before: EvaluationFigures | None = None, after: EvaluationFigures | None = None
-) -> HeldOut | None:
-    """Return the evaluations in a run's metrics, with those `before` and `after` it; None if the metrics have none."""
-    found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
-    k = next((int(match[1]) for match in found if match), None)
-    if k is None:
+def held_out(files: RunFiles, rows: Rows) -> HeldOut | None:
+    """Return a run's evaluations, with its metrics' `rows`; None if none was judged while it trained."""
+    whens = [when for when in evaluated(files.path) if when.isdigit()]
+    found = {int(when): figures for when in whens if (figures := _overall(files, when)) is not None}
+    if not found:
         return None
-    names = ("avg", "pass")[:k]  # with one sample (k = 1) both figures are the same, so one is enough
-    return HeldOut(tuple(curve for name in names if (curve := _curve(rows, name, k, before, after)).points))
+    k = next(iter(found.values())).samples
+    for when, iteration in (("before", 0), ("after", int(rows[-1]["iteration"]) if rows else 0)):
+        # An evaluation after the last iteration would be the same one as that after the run.
+        if iteration not in found and (figures := _overall(files, when)) is not None:
+            found[iteration] = figures
+    averages = {iteration: each.avg for iteration, each in sorted(found.items())}
+    passes = {iteration: each.pass_at.get(k) for iteration, each in sorted(found.items())}
+    # With one sample (k = 1) both figures are the same, so one is enough.
+    curves = [_curve(f"Avg@{k}", averages), *([_curve(f"Pass@{k}", passes)] if k > 1 else [])]
+    return HeldOut(tuple(curve for curve in curves if curve.points))
 
 
 def figures_of(files: RunFiles, when: str) -> EvaluationFigures | None:
-    """Return the figures of the evaluation `before` or `after` a run; None without it."""
+    """Return the figures of the evaluation `before` or `after` a run, or of an iteration's six digits; None without."""
     path = files.path / f"evaluation-{when}.json"
     return read_figures(path) if path.exists() else None
 
 
-def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, after: EvaluationFigures | None) -> Series:
-    metric = f"evaluation/{name}@{k}"
-    found = [
-        (
-            float(evaluated_iteration(int(row["iteration"]), row)),
-            row[metric],
-            row.get(f"{metric}_standard_error", math.nan),
-        )
-        for row in rows
-        if metric in row
-    ]
-    start, end = _overall(before, name, k), _overall(after, name, k)
-    if start is not None and found:
-        found.insert(0, (0.0, start.value, _number(start.standard_error)))
-    # An evaluation after the last iteration would be the same one as that after the run.
-    if end is not None and found and found[-1][0] < rows[-1]["iteration"]:
-        found.append((rows[-1]["iteration"], end.value, _number(end.standard_error)))
-    points = [(iteration, value) for iteration, value, _ in found]
-    return Series(f"{name.capitalize()}@{k}", points, errors=[error for *_, error in found])
+def _overall(files: RunFiles, when: str) -> Figures | None:
+    figures = figures_of(files, when)
+    return None if figures is None else over_all(figures.rows)
 
 
-def _overall(evaluation: EvaluationFigures | None, name: str, k: int) -> Estimate | None:
-    whole = None if evaluation is None else over_all(evaluation.rows)
-    if whole is None:
-        return None
-    return whole.avg if name == "avg" else whole.pass_at.get(k)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _curve(name: str, estimates: Mapping[int, Estimate | None]) -> Series:
+    known = {float(iteration): each for iteration, each in estimates.items() if each is not None}
+    points = [(iteration, each.value) for iteration, each in known.items()]
+    errors = [math.nan if each.standard_error is None else each.standard_error for each in known.values()]
+    return Series(name, points, errors=errors)
 
 
 def result_table(

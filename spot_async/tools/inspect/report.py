@@ -77,13 +77,12 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     config, rows, summary = files.config(), files.metrics(), files.summary()
     samples = files.samples.read()
     lengths = tuple((each.iteration, each.tokens) for each in samples)
-    before, after = figures_of(files, "before"), figures_of(files, "after")
-    evaluated = held_out(rows, before, after)
+    evaluated = held_out(files, rows)
     failed = files.failed_attempts()
     # Throttled attempts have a verdict of their own.
     others = tallies(each for each in failed if each.failure != FailureClass.THROTTLED)
     words = {stage: kinds_words(tally.failed) for stage, tally in others.items()}
-    results = result_table(summary, config, after or before)
+    results = result_table(summary, config, figures_of(files, "after") or figures_of(files, "before"))
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, files.samples.statistics, PolicySettings.of(config)),
