@@ -96,7 +96,7 @@ class RunEvaluations:
         """Evaluate the weights of an iteration, which are served. `beside` is what trains meanwhile."""
         weights = self._directory.weights.after(iteration)
         result = await self._measure(student, f"{iteration:06d}", weights, beside)
-        if result is not None and self.history.would_be_best(iteration, result):
+        if result is not None and self.history.better(iteration, result) is not None:
             await in_thread(self._directory.weights.copy_best, weights)  # `history` need not, which may not wait
         return result
 

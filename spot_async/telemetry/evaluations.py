@@ -59,36 +59,28 @@ class EvaluationHistory:
         A kill may have come after an evaluation and before its weights were kept.
         """
         self.best, self._last = None, max(evaluations.items(), key=itemgetter(0), default=None)
-        weights: dict[int, Path] = {}
+        kept: Path | None = None
         for iteration, evaluation in sorted(evaluations.items()):
             places = self._directory.weights.best_after(iteration), self._directory.weights.after(iteration)
-            if found := [each for each in places if each.exists()]:
-                weights[iteration] = found[0]
-                self._note(iteration, evaluation)
-        if self.best is not None:
-            self._directory.weights.keep_best(weights[self.best.iteration])
-
-    def would_be_best(self, iteration: int, evaluation: EvaluationResult) -> bool:
-        """Return whether the weights of an evaluation are better than all before."""
-        found = self._figure(iteration, evaluation)
-        return found is not None and (self.best is None or found.value > self.best.value)
+            weights = next((each for each in places if each.exists()), None)
+            if weights is not None and (better := self.better(iteration, evaluation)) is not None:
+                self.best, kept = better, weights
+        if kept is not None:
+            self._directory.weights.keep_best(kept)
 
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`, and keep them if they are the best so far."""
         self._last = (iteration, evaluation)
-        before = self.best
-        self._note(iteration, evaluation)
-        if self.best is not before:
+        if (better := self.better(iteration, evaluation)) is not None:
+            self.best = better
             self._directory.weights.keep_best(weights)
 
-    def _note(self, iteration: int, evaluation: EvaluationResult) -> None:
-        if self.would_be_best(iteration, evaluation):
-            self.best = self._figure(iteration, evaluation)
-
-    def _figure(self, iteration: int, evaluation: EvaluationResult) -> BestCheckpoint | None:
-        """Return what counts of an evaluation; None if nothing was judged, so no student is better than another."""
+    def better(self, iteration: int, evaluation: EvaluationResult) -> BestCheckpoint | None:
+        """Return what counts of an evaluation if it is better than all before; else None, as if nothing was judged."""
         figures = over_all(evaluation.rows)
         if figures is None or figures.avg is None:
+            return None
+        if self.best is not None and figures.avg.value <= self.best.value:
             return None
         error = math.nan if figures.avg.standard_error is None else figures.avg.standard_error
         return BestCheckpoint(iteration, figures.samples, figures.avg.value, error)
