@@ -64,17 +64,6 @@ class StageUse:
     def failed_words(self) -> str:
         return f"{percent(self.failed_share)} of the attempts failed" + (f" ({self.failures})" if self.failures else "")
 
-    @property
-    def has_full_slots(self) -> bool:
-        return self.slots is not None and self.in_flight >= FULL * self.slots and self.limit >= self.slots
-
-    @property
-    def has_full_limit(self) -> bool:
-        return self.in_flight >= FULL * self.limit and self.queued > 0
-
-    def has_stragglers(self, batch_size: int) -> bool:
-        return self.in_flight < IDLE * min(self.limit, batch_size)
-
 
 @dataclass(frozen=True)
 class ServerUse:
@@ -281,18 +270,17 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> tuple[str, ...]:
         f"{use.in_flight:.{int(use.in_flight < 10)}f} of {use.limit} {stage} requests in flight, {use.queued:.0f} "
         f"queued, {times.of_requests}"
     )
-    if use.has_full_slots:
-        assert use.slots is not None
+    if use.slots is not None and use.in_flight >= FULL * use.slots and use.limit >= use.slots:
         full = f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} ({load})"
         return (f"{full}: a higher limit would only make them wait there", *faster)
-    if use.has_full_limit:
+    if use.in_flight >= FULL * use.limit and use.queued > 0:
         full = f"{_fullness(use.in_flight, use.limit)} ({load})"
         if use.is_limit_of_servers:
             shown = f"the {use.limit} requests that the {server}'s servers have shown that they can take were {full}"
             return (shown, *faster)
         raised = f"raise stages.{stage_kind(stage)}.concurrency as far as spot-async tune says"
         return (f"the limit of {use.limit} requests was {full}", raised, *faster)
-    if use.has_stragglers(times.batch_size):
+    if use.in_flight < IDLE * min(use.limit, times.batch_size):
         return (
             f"a few long ones hold each batch up ({load})",
             "a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",
