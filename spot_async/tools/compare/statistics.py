@@ -34,16 +34,16 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of all methods. All are shares in [0, 1], in arrays (methods, columns)."""
+    """Figures of all methods. All are shares in [0, 1], in arrays (methods, columns) where nothing else is said."""
 
     methods: Sequence[str]
     baseline: int
     columns: Sequence[Column]
     samples: int
     values: Float64Array
-    intervals: Interval
+    intervals: Float64Array  # (2, methods, columns): their ends, low and high
     differences: Float64Array  # from the baseline; 0 in its own row
-    difference_intervals: Interval
+    difference_intervals: Float64Array  # likewise
     p_values: Float64Array  # (methods, benchmarks) of `exact_p`, with all problems together for their mean
     detectable: Float64Array  # (methods, benchmarks): differences of Avg@n that show in `POWER` of all tries
     confidence: float
@@ -95,8 +95,8 @@ def compare(
     def table(values: Float64Array) -> Float64Array:
         return values.reshape(-1, len(methods)).T
 
-    def interval(draws_of: Float64Array) -> Interval:
-        return Interval(*map(table, percentile_interval(draws_of, confidence)))
+    def interval(draws_of: Float64Array) -> Float64Array:
+        return np.stack([table(end) for end in percentile_interval(draws_of, confidence)])
 
     return Comparison(
         methods=methods,
@@ -161,13 +161,6 @@ BLOCK = 1 << 20  # so many counts are in memory at a time
 POWER = 0.8  # the usual one
 
 
-class Interval(NamedTuple):
-    """The ends of intervals, as two arrays of the same shape."""
-
-    low: Float64Array
-    high: Float64Array
-
-
 def resampled_means(tables: Sequence[npt.ArrayLike], *, draws: int, seed: int) -> list[Float64Array]:
     """Return for each benchmark's values (problems, *rest) the means over its drawn problems, (draws, *rest).
 
@@ -185,11 +178,10 @@ def macro(per_benchmark: Sequence[Float64Array]) -> Float64Array:
     return mean
 
 
-def percentile_interval(draws: Float64Array, confidence: float) -> Interval:
-    """Return the ends (*rest) of the central share `confidence` of draws (draws, *rest)."""
+def percentile_interval(draws: Float64Array, confidence: float) -> Float64Array:
+    """Return the ends, low and high (2, *rest), of the central share `confidence` of draws (draws, *rest)."""
     tail = (1.0 - confidence) / 2
-    low, high = np.quantile(draws, [tail, 1.0 - tail], axis=0)
-    return Interval(low, high)
+    return np.asarray(np.quantile(draws, [tail, 1.0 - tail], axis=0))
 
 
 def _means(random: np.random.Generator, table: Float64Array, draws: int) -> Float64Array:
