@@ -39,8 +39,11 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
 
 def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
     """Return the record of a prompt whose request failed for good."""
-    exchange = error.exchange
-    letter = DeadLetter(
+    exchange, asked, answered = error.exchange, None, None
+    if exchange is not None:
+        asked = {"method": exchange.method, "path": exchange.path, "bytes": exchange.sent_bytes, "body": exchange.sent}
+        answered = None if exchange.status is None else {"status": exchange.status, "head": exchange.received}
+    return DeadLetter(
         ordinal=prompt.ordinal,
         problem_id=prompt.problem.id,
         stage=error.stage,
@@ -48,19 +51,9 @@ def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
         error=type(error).__name__,
         reason=str(error),
         attempts=error.attempts,
-    )
-    if exchange is None:
-        return letter
-    return msgspec.structs.replace(
-        letter,
-        endpoint=exchange.endpoint,
-        request={
-            "method": exchange.method,
-            "path": exchange.path,
-            "bytes": exchange.sent_bytes,
-            "body": exchange.sent,
-        },
-        reply=None if exchange.status is None else {"status": exchange.status, "head": exchange.received},
+        endpoint=None if exchange is None else exchange.endpoint,
+        request=asked,
+        reply=answered,
     )
 
 
