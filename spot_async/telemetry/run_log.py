@@ -12,12 +12,13 @@ import math
 import os
 import statistics
 import textwrap
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
@@ -314,27 +315,19 @@ class SpendingLog:
             self._directory.append(SPENDING_FILE, rows)
 
 
-class _EventFile:
-    """Appends whole lines, and drops a line that a full disk does not take, since a log must not end its run."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            append_whole(self._file, text.encode())
-
-    def flush(self) -> None:
-        pass  # nothing is buffered
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
 @contextlib.contextmanager
 def log_events_to(path: Path) -> Iterator[None]:
-    """Send this process's structlog events to a JSONL file while inside, and afterwards to where they went before."""
+    """Send this process's structlog events to a JSONL file while inside, and afterwards to where they went before.
+
+    A line that a full disk does not take is dropped, since a log must not end its run.
+    """
+    lock, file = threading.Lock(), path.open("ab", buffering=0)
+
+    def append(logger: object, method: str, line: str) -> NoReturn:
+        with lock, contextlib.suppress(OSError):
+            append_whole(file, f"{line}\n".encode())
+        raise structlog.DropEvent  # it goes nowhere else
+
     processors: list[Any] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -342,10 +335,10 @@ def log_events_to(path: Path) -> Iterator[None]:
         _without_nan,
         structlog.processors.JSONRenderer(),
         without_secrets,
+        append,
     ]
-    with contextlib.closing(_EventFile(path)) as file:
-        factory = structlog.WriteLoggerFactory(file=cast(TextIO, file))
-        with logged_by(processors=processors, logger_factory=factory):
+    try:
+        with logged_by(processors=processors, logger_factory=structlog.ReturnLoggerFactory()):
             try:
                 yield
             except Exception as error:
@@ -353,6 +346,9 @@ def log_events_to(path: Path) -> Iterator[None]:
                     structlog.get_logger().error("plug-in at fault", exc_info=error)
                 structlog.get_logger().error(ENDS_EARLY, reason=_reason(error))
                 raise
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
