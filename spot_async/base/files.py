@@ -8,11 +8,10 @@ At the end are the names of directories of which there is one for each step.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -137,18 +136,16 @@ def decode_json(data: bytes, kind: type[T], where: str, max_values: int = MAX_VA
         raise DataError(f"{where}: {first_line(error)}") from None
 
 
-def decoded_lines(
-    path: Path, kind: type[T], start: int = 0, goes_on: Callable[[bytes], bool] = lambda line: True
-) -> Iterator[tuple[int, int, T]]:
+def decoded_lines(path: Path, kind: type[T], start: int = 0) -> Iterator[tuple[int, int, T]]:
     """Return each line from the byte `start` on with its offset and size; none if there is no file.
 
-    A last line that was cut short is left out. It ends before the first line for which `goes_on` is false.
+    A last line that was cut short is left out.
     """
     if not path.exists():
         return
     offset = start
     with reading(path):
-        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path, start)), start=1):
+        for number, line in enumerate(lines_of(path, start), start=1):
             where = f"{path}:{number}" if start == 0 else f"{path}, byte {offset}"
             try:
                 value = decode_json(line, kind, where, MAX_LINE_BYTES)  # which bounds the values too

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from spot_async.base.files import decoded_lines, lines_of, read_json
+from spot_async.base.files import decoded_lines, lines_of, read_json, reading
 from spot_async.config import ROLES
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
@@ -295,16 +295,12 @@ def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
 
 def _rows(path: Path, kind: type[T]) -> list[T]:
     """Return all lines of a file that is held as a whole. Raises DataError if it has too many bytes or values."""
-    values = 0
-
-    def counted(line: bytes) -> bool:
-        nonlocal values
-        values += line.count(b",") + line.count(b"[") + line.count(b"{")
-        return values <= MAX_VALUES_OF_ROWS
-
-    if path.exists() and path.stat().st_size > MAX_BYTES_OF_ROWS:
+    if not path.exists():
+        return []
+    if path.stat().st_size > MAX_BYTES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_BYTES_OF_ROWS:,} bytes")
-    rows = [row for _, _, row in decoded_lines(path, kind, goes_on=counted)]
+    with reading(path):
+        values = sum(line.count(b",") + line.count(b"[") + line.count(b"{") for line in lines_of(path))
     if values > MAX_VALUES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_VALUES_OF_ROWS:,} values")
-    return rows
+    return [row for _, _, row in decoded_lines(path, kind)]
