@@ -18,11 +18,11 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.loop.events import Phase, PhaseEnded, RunEvent
+from spot_async.loop.events import PhaseEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.stages.events import Wait, WaitClock
+from spot_async.stages.events import Wait
 from spot_async.stages.stage import Stage, StageCounters
 from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
@@ -41,34 +41,6 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
         for states in replica_states(backends).values()
         for each in states
     ]
-
-
-class TrainerClock(PumpClock):
-    """Measures what the trainer does, and which stages it waits for, by the orchestrator's own clock of waits."""
-
-    def __init__(self, waits: WaitClock, now_s: float) -> None:
-        super().__init__("train", "wait for batch", now_s)
-        self._waits = waits
-        self._waited_for: dict[str, float] = defaultdict(float)
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, PhaseEnded) and event.pump == "train":
-            self._add(event.waits)
-        super().on(event)
-
-    def take(self, now_s: float) -> Mapping[Phase, float]:
-        if self._phase == "wait for batch":
-            self._add(self._waits.between(self._since_s, now_s))
-        return super().take(now_s)
-
-    def take_waits(self) -> dict[str, float]:
-        """Return the metrics `wait/...` of the time that was taken last."""
-        waited_for, self._waited_for = self._waited_for, defaultdict(float)
-        return {f"wait/{stage}_s": seconds for stage, seconds in waited_for.items()}
-
-    def _add(self, waits: Sequence[Wait]) -> None:
-        for wait in waits:
-            self._waited_for[wait.stage or "nothing"] += max(0.0, wait.ended_s - max(wait.started_s, self._since_s))
 
 
 class LiveBottleneck:
@@ -96,16 +68,19 @@ class LiveBottleneck:
         self._cores = cores
         self._replicas = replicas
         self._now_s = now_s = asyncio.get_running_loop().time()
-        self._clock = TrainerClock(orchestrator.waits, now_s)
+        self._training = PumpClock("train", "wait for batch", now_s)
+        self._waited_for: dict[str, float] = defaultdict(float)  # seconds of the trainer's, by stage
         self._publishing = PumpClock("publish", "wait for weights", now_s)
         self._counters = {stage.name: with_open(stage, now_s) for stage in orchestrator.stages.all}
         self._failures = Tally()
         self._said_staleness = False
-        orchestrator.stages.events.subscribe(self._clock, self._publishing, to=RunEvent)
-        orchestrator.stages.events.subscribe(self, to=Tally.hears)
+        orchestrator.stages.events.subscribe(self._training, self._publishing, to=RunEvent)
+        orchestrator.stages.events.subscribe(self, to=(*Tally.hears, PhaseEnded))
 
     def on(self, event: Event) -> None:
         self._failures.on(event)
+        if isinstance(event, PhaseEnded):
+            self._add(event.waits)
 
     async def speak(self) -> None:
         """Run beside the run; return at once if `every_s` is 0."""
@@ -127,17 +102,25 @@ class LiveBottleneck:
         servers = {role: server_use(states) for role, states in self._replicas().items() if states}
         return judge(run_times([row], self._config, self._cores, words, servers))
 
+    def _add(self, waits: Sequence[Wait]) -> None:
+        """Add waits up. The part of one that was before the last look was counted then."""
+        for wait in waits:
+            self._waited_for[wait.stage or "nothing"] += max(0.0, wait.ended_s - max(wait.started_s, self._now_s))
+
     def _take(self) -> dict[str, float]:
         """Return metrics as those of an iteration, of the time since the last call."""
-        before_s, self._now_s = self._now_s, asyncio.get_running_loop().time()
-        elapsed_s = self._now_s - before_s
-        phases = self._clock.take(self._now_s)
+        now_s = asyncio.get_running_loop().time()
+        if self._training.phase == "wait for batch":
+            self._add(self._orchestrator.waits.between(self._training.since_s, now_s))
+        waited_for, self._waited_for = self._waited_for, defaultdict(float)
+        elapsed_s, self._now_s = now_s - self._now_s, now_s
+        phases = self._training.take(self._now_s)
         row = {
             "time/iteration_s": elapsed_s,
             "time/wait_for_batch_s": phases.get("wait for batch", 0.0),
             "time/train_s": phases.get("train", 0.0),
             "time/update_weights_s": phases.get("update weights", 0.0),
-            **self._clock.take_waits(),
+            **{f"wait/{stage}_s": seconds for stage, seconds in waited_for.items()},
             **phase_metrics(self._publishing.take(self._now_s)),
         }
         for stage in self._orchestrator.stages.all:

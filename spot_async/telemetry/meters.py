@@ -73,28 +73,28 @@ class PumpClock:
     def __init__(self, pump: Pump, phase: Phase | None = None, since_s: float = float("-inf")) -> None:
         """Begin to measure: in this phase since then, or with the first phase that begins."""
         self._pump = pump
-        self._phase = phase
-        self._since_s = since_s  # everything before is counted
+        self.phase = phase
+        self.since_s = since_s  # everything before is counted
         self._seconds: dict[Phase, float] = defaultdict(float)
 
     def on(self, event: Event) -> None:
         match event:
             case PhaseBegan() if event.pump == self._pump:
-                self._phase, self._since_s = event.name, max(self._since_s, event.at_s)
+                self.phase, self.since_s = event.name, max(self.since_s, event.at_s)
             case PhaseEnded() if event.pump == self._pump:
-                self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
-                self._phase = None
+                self._count(event.name, max(event.started_s, self.since_s), event.ended_s)
+                self.phase = None
 
     def take(self, now_s: float) -> Mapping[Phase, float]:
         """Return the seconds since the last call. The present phase is counted up to now."""
-        if self._phase is not None:
-            self._count(self._phase, self._since_s, now_s)
+        if self.phase is not None:
+            self._count(self.phase, self.since_s, now_s)
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
         self._seconds[phase] += max(0.0, ended_s - started_s)
-        self._since_s = max(self._since_s, ended_s)
+        self.since_s = max(self.since_s, ended_s)
 
 
 def phase_metrics(seconds: Mapping[Phase, float]) -> dict[str, float]:
