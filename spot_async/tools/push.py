@@ -130,7 +130,7 @@ def _figure_lines(summary: Mapping[str, Any], results: ResultTable | None, *, is
         return
     yield results.note.replace("\n", "\n\n")  # a paragraph each
     yield ""
-    yield markdown_table(results.headings, [(row.tier, str(row.problems), *row.cells) for row in results.rows])
+    yield markdown_table(results.headings, results.rows)
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

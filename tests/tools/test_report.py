@@ -22,7 +22,7 @@ from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.totals import limit_use, run_times, stage_slots
-from spot_async.tools.inspect.held_out import ResultRow, ResultTable
+from spot_async.tools.inspect.held_out import ResultTable
 from spot_async.tools.inspect.inspect_command import write_report
 from spot_async.tools.inspect.report import length_histogram, read_report, report_page
 from spot_async.tools.inspect.troubles import troubles_at
@@ -56,7 +56,7 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     shares = re.findall(r"\d+ %(?: of that for \w+)?", report.bottleneck.sentence)
     assert shares == ["80 %", "88 % of that for probe", "12 % of that for rollout"]
     assert "(7.1 of 16 probe requests in fl" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
-    assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "+25.0 ±4.0", "50.0 ±10.0", "50.0 ±10.0")
+    assert report.results.rows[0][2:] == ("25.0 ±5.0", "50.0 ±5.0", "+25.0 ±4.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
     assert report.headline == "25.0 \N{RIGHTWARDS ARROW} 50.0 % held out (Avg@8), +25.0 ±4.0"
     text = Tags(report_page(report)).text
@@ -103,7 +103,7 @@ def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_tim
 )
 def test_the_headline_says_what_training_came_to(cells, headline):
     headings = ("tier", "n", *(f"Avg@1 {when}" for when in ("before", "after", "change")[: len(cells)]))
-    assert ResultTable(headings, (ResultRow("all", 180, cells),), "").headline == headline
+    assert ResultTable(headings, (("all", "180", *cells),), "").headline == headline
 
 
 def test_what_bent_an_iterations_times_is_marked_in_the_plots_of_servers(tmp_path):
@@ -366,8 +366,8 @@ def test_figures_that_are_no_numbers_are_left_out(tmp_path):
         {"after": {"samples": 8, "tokens": 1, "tiers": {"x": tier, "macro": tier | {"pass_k": 4}}}},
     )
     assert "train/grad_norm" not in files.metrics()[0]
-    assert read_report(files).results.rows[0].cells == ("25.0", "50.0")
-    assert [row.tier for row in read_report(files).results.rows] == ["x (Pass@8)", "macro (Pass@4)"]
+    assert read_report(files).results.rows[0][2:] == ("25.0", "50.0")
+    assert [row[0] for row in read_report(files).results.rows] == ["x (Pass@8)", "macro (Pass@4)"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"train/loss": 0.5}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl: a line names no iteration"):
         files.metrics()

@@ -27,31 +27,24 @@ from spot_async.tools.pages.series import Series
 
 
 @dataclass(frozen=True)
-class ResultRow:
-    """A tier's figures before and after training, in percent with standard errors."""
-
-    tier: str  # or benchmark
-    problems: int
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class ResultTable:
+    """Figures before and after training, in percent with standard errors."""
+
     headings: tuple[str, ...]
-    rows: tuple[ResultRow, ...]
+    rows: tuple[tuple[str, ...], ...]  # tier or benchmark, problems, figures; the last is over everything
     note: str  # in lines
 
     def for_terminal(self) -> Table:
         table = number_table(*(heading.replace(" ", "\n") for heading in self.headings))
         for row in self.rows:
-            is_last_part = row in self.rows[-2:-1]
-            table.add_row(Text(visible(row.tier)), str(row.problems), *row.cells, end_section=is_last_part)
+            name, *figures = row
+            table.add_row(Text(visible(name)), *figures, end_section=row in self.rows[-2:-1])
         return table
 
     @property
     def headline(self) -> str:
         """Return what training came to over everything, such as `32.5 -> 51.2 % held out (Avg@8), +18.8 ±1.8`."""
-        figures = dict(zip(self.headings[2:], self.rows[-1].cells, strict=True))
+        figures = dict(zip(self.headings[2:], self.rows[-1][2:], strict=True))
         name = self.headings[2].rpartition(" ")[0]
         known = [figures[key] for when in ("before", "after") if (key := f"{name} {when}") in figures]
         change = figures.get(f"{name} change")
@@ -175,7 +168,7 @@ def result_table(
             change = changes[tier]
             cells.insert(len(found), with_error(change["avg"], change["avg_standard_error"], signed=True))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
-        rows.append(ResultRow(marked(name, evaluated.get(tier)), int(figures[0]["problems"]), tuple(cells)))
+        rows.append((marked(name, evaluated.get(tier)), str(figures[0]["problems"]), *cells))
     paired = " The change is paired on problems." if changes else ""
     note = f"Held-out problems: percent ± standard error over the n problems of a {part}."
     note += paired + sampling_note(config, evaluation)
