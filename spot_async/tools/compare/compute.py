@@ -31,22 +31,12 @@ def read_compute(figures: Path, model: Path) -> Compute | None:
     Raises DataError for damaged files, and for those of newer programs.
     """
     found = MID_OR_AFTER.fullmatch(figures.name)
-    place, iteration = (figures.parent, found[1]) if found else (model, None)
+    place = figures.parent if found else model
     run = next((each for each in (place, *place.parents) if (each / METRICS_FILE).is_file()), None)
-    if run is None:
+    named = found or PUBLISHED.fullmatch(model.resolve().name)  # without it nothing says which of the students it is
+    if run is None or named is None or not (run / "run.json").is_file():
         return None
-    if not found:
-        of_run = PUBLISHED.fullmatch(model.resolve().name)
-        if of_run is None:  # nothing says which of the run's students it is
-            return None
-        iteration = of_run[1]
-    return _until(run, None if iteration is None else int(iteration))
-
-
-def _until(run: Path, iteration: int | None) -> Compute | None:
-    """Return what the run took until `iteration`, or altogether; None if the training run is gone from there."""
-    if not (run / "run.json").is_file():
-        return None
+    iteration = None if named[1] is None else int(named[1])  # None: after all
     files = RunFiles(run)
     every = files.metrics()
     rows = [row for row in every if iteration is None or row["iteration"] <= iteration]
