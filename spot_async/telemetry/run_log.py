@@ -159,7 +159,7 @@ def iteration_metrics(
     `evaluation` is the oldest that is in no row yet. With staleness it may be of earlier weights.
     """
     times_s = result.times_s
-    return {
+    metrics = {
         **result.means,
         **spread_metrics(result.samples),
         **outcome_metrics(result.samples),
@@ -171,14 +171,12 @@ def iteration_metrics(
         **({"time/look_s": times_s.look, "time/revise_s": times_s.revise} if times_s.look else {}),
         "time/update_weights_s": times_s.update_weights,
         **{f"wait/{stage}_s": seconds for stage, seconds in times_s.waited_for.items()},
-        **({} if evaluation is None else {"time/evaluate_s": evaluation.seconds}),
-        **({} if evaluation is None else evaluation_metrics(evaluation.result)),
-        **(
-            {}
-            if evaluation is None or evaluation.iteration == result.iteration
-            else {EVALUATION_ITERATION: float(evaluation.iteration)}
-        ),
     }
+    if evaluation is not None:
+        metrics |= {"time/evaluate_s": evaluation.seconds, **evaluation_metrics(evaluation.result)}
+        if evaluation.iteration != result.iteration:
+            metrics[EVALUATION_ITERATION] = float(evaluation.iteration)
+    return metrics
 
 
 def tokens_by_lag(result: IterationFinished) -> Counter[int]:
@@ -234,14 +232,8 @@ def sample_texts(evaluation: EvaluationResult) -> dict[str, str]:
     responses = [row[0] for each in evaluation.benchmarks for row in each.responses]
     chosen = responses[:: max(1, len(responses) // TEXTS)][:TEXTS]
     return {
-        f"{EVALUATION}sample_{number}": "\n\n".join(
-            [
-                f"{each.verdict or 'not judged'}, {counted(each.tokens, 'token')}",
-                *(
-                    textwrap.indent(text, "    ") for text in (each.problem, each.response)
-                ),  # as code: nothing is marked up
-            ]
-        )
+        f"{EVALUATION}sample_{number}": f"{each.verdict or 'not judged'}, {counted(each.tokens, 'token')}\n\n"
+        + textwrap.indent(f"{each.problem}\n\n{each.response}", "    ")  # as code: nothing is marked up
         for number, each in enumerate(chosen, start=1)
     }
 
