@@ -48,7 +48,7 @@ class SideSink:
     """A context manager around one that gives a sink. What is called on it never raises, but for a ConfigError.
 
     With `waits` of False the sink works on a thread of its own, so that a disk or a server that hangs holds up nothing.
-    Leaving waits for it no longer than `finish_timeout_s`.
+    Leaving waits for it no longer than `FINISH_TIMEOUT_S`.
     """
 
     def __init__(
@@ -58,14 +58,12 @@ class SideSink:
         warn: Warn,
         *,
         waits: bool = False,
-        finish_timeout_s: float = FINISH_TIMEOUT_S,
         abandon: Callable[[], object] = lambda: None,
     ) -> None:
         """`abandon` is called in place of waiting longer for a sink that is lost. It may hang or raise too."""
         self._name = name
         self._opened = opened
         self._warn = warn
-        self._finish_timeout_s = finish_timeout_s
         self._abandon = abandon
         self._lost = ""  # why
         self._sink: MetricSink | None = None  # while it takes something
@@ -102,9 +100,9 @@ class SideSink:
         else:
             self._calls.put(partial(self._try, leave))
             self._calls.put(None)
-            self._thread.join(self._finish_timeout_s)
+            self._thread.join(FINISH_TIMEOUT_S)
             if self._thread.is_alive():
-                self._lose(f"it did not finish within {self._finish_timeout_s:g} s")
+                self._lose(f"it did not finish within {FINISH_TIMEOUT_S:g} s")
         if self._lost:
             in_time(partial(self._try, self._abandon), ABANDON_TIMEOUT_S)
             self._warn(f"{self._name} was lost during the run ({self._lost}); metrics.jsonl has everything")

@@ -74,9 +74,10 @@ def test_a_sink_that_fails_is_dropped_and_said_once_and_once_more_at_the_end(fai
     assert sink.is_closed or "start" in fails_at
 
 
-def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end():
+def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end(monkeypatch):
+    monkeypatch.setattr("spot_async.telemetry.side_sink.FINISH_TIMEOUT_S", 0.1)
     sink, said = Sink(hangs_at=2), []
-    with SideSink("wandb", sink.opened(), said.append, finish_timeout_s=0.1) as beside:
+    with SideSink("wandb", sink.opened(), said.append) as beside:
         for iteration in (1, 2, 3):
             beside.write(iteration, {})
     assert said[-1] == ("wandb was lost during the run (it did not finish within 0.1 s); metrics.jsonl has everything")
@@ -85,8 +86,9 @@ def test_a_sink_that_hangs_holds_up_neither_the_run_nor_its_end():
 
 def test_a_sink_that_takes_nothing_any_more_is_dropped_before_its_backlog_grows(monkeypatch):
     monkeypatch.setattr("spot_async.telemetry.side_sink.MOST_WAITING", 3)
+    monkeypatch.setattr("spot_async.telemetry.side_sink.FINISH_TIMEOUT_S", 0.1)
     sink, said = Sink(hangs_at=1), []
-    with SideSink("wandb", sink.opened(), said.append, finish_timeout_s=0.1) as beside:
+    with SideSink("wandb", sink.opened(), said.append) as beside:
         for iteration in range(1, 9):
             beside.write(iteration, {})
         assert said == [

@@ -660,11 +660,13 @@ LOSES_ITS_HELPER = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from spot_async.config import WandbConfig
+from spot_async.telemetry import side_sink
 from spot_async.telemetry.side_sink import SideSink
 from spot_async.telemetry.sinks import abandon_wandb, wandb_run
 
+side_sink.FINISH_TIMEOUT_S = 2.0
 opened = wandb_run(WandbConfig(project="p"), Path(sys.argv[1]), {})
-with SideSink("wandb", opened, print, finish_timeout_s=2.0, abandon=abandon_wandb) as sink:
+with SideSink("wandb", opened, print, abandon=abandon_wandb) as sink:
     found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "wandb-core"], capture_output=True, text=True)
     helper = int(found.stdout)
     os.kill(helper, signal.Signals[sys.argv[2]])
