@@ -94,11 +94,8 @@ class FailureLog:
         self._lately.on(event)
         match event:
             case AttemptFailed():
-                same = event.stage, event.failure, event.brief
-                if same not in self._to_log:
-                    stage, failure, brief = same
-                    self._to_log[same] = FailedAttempts(stage=stage, failure=failure, brief=brief)
-                logged = self._to_log[same]
+                same = FailedAttempts(stage=event.stage, failure=event.failure, brief=event.brief)
+                logged = self._to_log.setdefault((event.stage, event.failure, event.brief), same)
                 logged.count += 1
                 logged.lost_s += event.lost_s
                 logged.reason = event.reason
