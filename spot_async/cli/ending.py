@@ -150,7 +150,7 @@ def run_until_stopped(
             raise
         end_stopped(received[0], directory)
     except (SpotError, OSError, BaseExceptionGroup) as error:
-        cause = root_cause(error) if directory.is_there() else gone(directory, error)
+        cause = root_cause(error) if directory.path.is_dir() else gone(directory, error)
         fail(cause, code=exit_code(cause), note=saved(directory))
     if saves:
         end_stopped(received[0], directory)
@@ -203,7 +203,7 @@ def exit_code(error: SpotError) -> int:
 
 def saved(directory: RunDirectory) -> str:
     """Return in words what a run that ended early leaves behind."""
-    if not directory.is_there():
+    if not directory.path.is_dir():
         return f"what was saved went with {directory.path}"
     if directory.purpose == "eval":
         from spot_async.evaluation.response_log import count_kept  # with problems and templates: not for --help

@@ -235,10 +235,6 @@ class RunDirectory:
             weights.is_dir() and any(untrained not in each.name for each in weights.iterdir())
         )
 
-    def is_there(self) -> bool:
-        """Whether the directory still exists, and nobody moved or removed it."""
-        return self.path.is_dir()
-
     def is_in_use(self) -> bool:
         """Whether a living process writes here.
 
