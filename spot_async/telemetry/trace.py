@@ -31,13 +31,12 @@ import structlog
 
 from spot_async.base.events import Event
 from spot_async.base.text import visible
-from spot_async.loop.admission import AdmissionBook, PromptState
+from spot_async.loop.admission import PromptState
 from spot_async.loop.events import PhaseEnded, PromptEnded, WeightsServed
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.services import stage_server
-from spot_async.stages.stages import Stages
 
 Trace: TypeAlias = Callable[[Orchestrator], None]  # makes it follow an orchestrator
 
@@ -59,10 +58,7 @@ def trace_to(path: Path) -> Iterator[Trace]:
     file = TraceFile(path)
 
     def follow(orchestrator: Orchestrator) -> None:
-        recorder = TraceRecorder(
-            file, orchestrator.stages, orchestrator.book, shows_publishing=not orchestrator.is_strict
-        )
-        orchestrator.stages.events.subscribe(recorder)
+        orchestrator.stages.events.subscribe(TraceRecorder(file, orchestrator))
         file.flush()  # viewers do not open an empty file
 
     try:
@@ -136,13 +132,12 @@ class Lanes:
 class TraceRecorder:
     """The listener that writes requests, prompts and phases as they end. Times in the file are the loop's."""
 
-    def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook, *, shows_publishing: bool = False) -> None:
-        """`shows_publishing` is for asynchronous runs: in a strict one the trainer's own phases show it."""
+    def __init__(self, file: TraceFile, orchestrator: Orchestrator) -> None:
         self._file = file
-        self._stages = stages
-        self._book = book
+        self._stages = orchestrator.stages
+        self._book = orchestrator.book
         self._lanes: dict[int, Lanes] = {}
-        self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
+        self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(self._stages.all)}
         self._folded: Counter[str] = Counter()  # the iteration's requests that are counted alone, by stage
         self._used: set[str] = set()  # stages that have a track already
         self._servers: set[str] = set()  # servers that have a track already
@@ -152,12 +147,12 @@ class TraceRecorder:
         self._iteration_started_s = 0.0
         self._arrows: set[int] = set()  # prompts whose arrow has begun and not ended
         self._last_change_s: float | None = None
-        self._shows_publishing = shows_publishing
+        self._shows_publishing = not orchestrator.is_strict  # in a strict run the trainer's own phases show it
         self._weights = {"trained": 0, "served": 0}  # the iterations that made them
         self._name_process(TRAINER, "trainer")
         self._name_thread(TRAINER, ITERATIONS, "iterations")
         self._name_thread(TRAINER, PHASES, "trainer")
-        if shows_publishing:
+        if self._shows_publishing:
             self._name_thread(TRAINER, PUBLISHING, "publishing")
         self._name_process(PROMPTS, "prompts")
 
