@@ -148,16 +148,6 @@ class _RowOfIteration(msgspec.Struct):
     iteration: int
 
 
-def refuse_newer(path: Path) -> None:
-    """Raise DataError if `run.json` in the directory `path` names a newer format.
-
-    This is for commands that read a single file of a run. A directory without `run.json` passes, since people copy
-    files of figures elsewhere.
-    """
-    if (path / "run.json").exists():
-        RunDirectory.open(path)
-
-
 class RunDirectory:
     """A run directory, made by `create` or found by `open`. Nothing in it is overwritten but links and the summary."""
 

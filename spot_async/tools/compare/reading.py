@@ -16,7 +16,6 @@ import numpy as np
 from spot_async.config.evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import BenchmarkFigures, EvaluationFigures, read_figures
-from spot_async.run_directory.layout import refuse_newer
 from spot_async.run_directory.reading import RunFiles
 from spot_async.types import Int64Array
 
@@ -34,12 +33,7 @@ class Evaluated:
     name: str
     path: Path  # the figures file
     figures: EvaluationFigures
-
-    @property
-    def trained(self) -> RunFiles | None:
-        """The training run that the figures lie in; None for an evaluation's, and for files that were copied."""
-        run = self.path.parent
-        return files if (run / "run.json").exists() and not (files := RunFiles(run)).is_evaluation else None
+    trained: RunFiles | None  # the training run that they lie in; None for an evaluation's, and for files of a copy
 
 
 @dataclass(frozen=True)
@@ -68,12 +62,13 @@ def read_evaluated(argument: str) -> Evaluated:
         file = found[0]
     else:
         file = path
-    refuse_newer(file.parent)
+    run = RunFiles(file.parent) if (file.parent / "run.json").exists() else None  # refuses one of a newer program
     figures = read_figures(file)
     for benchmark, each in figures.benchmarks.items():
         if problem := impossible(benchmark, each):
             raise DataError(f"{file}: {benchmark}: {problem}: the file is damaged or was edited; evaluate again")
-    return Evaluated(name if separator else str(path), file, figures)
+    trained = None if run is None or run.is_evaluation else run
+    return Evaluated(name if separator else str(path), file, figures, trained)
 
 
 def impossible(name: str, figures: BenchmarkFigures) -> str | None:
