@@ -95,8 +95,7 @@ def is_strict(config: Mapping[str, Any]) -> bool:
 
 def may_be_asynchronous(config: Mapping[str, Any], cores: int | None) -> bool:
     """Whether a strict run's student could sample while the trainer trains, on devices or cores of its own."""
-    models = [*(config.get("teachers") or {}).values(), *(config.get(role) for role in ("student", "teacher"))]
-    sleeps = any(((each or {}).get("backend") or {}).get("sleep_while_training") for each in models)
+    sleeps = any(backend.get("sleep_while_training") for backend in _backends(config).values())
     return is_strict(config) and not sleeps and not shares_cores(config, cores)
 
 
