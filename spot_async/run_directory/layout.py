@@ -338,9 +338,6 @@ class RunDirectory:
         """Whether the run came to its end."""
         return (self.path / SUMMARY).exists()
 
-    def remove_summary(self) -> None:
-        (self.path / SUMMARY).unlink(missing_ok=True)
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_whole(self.path / SUMMARY, as_json(summary))
 

@@ -19,7 +19,7 @@ from spot_async.loop.orchestrator import OrchestratorSettings
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
-from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files
+from spot_async.run_directory.layout import SUMMARY, RunDirectory, evaluated, evaluation_files
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
 from spot_async.trainer.feed_check import sampled_spans, teacher_versions
@@ -99,7 +99,7 @@ def go_back(directory: RunDirectory, beginning: Manifest, ledger: Ledger, settin
     between does no harm.
     """
     step = beginning.step
-    directory.remove_summary()
+    (directory.path / SUMMARY).unlink(missing_ok=True)
     _move_aside(directory.path, step)  # first, so that whoever comes next begins at no later step than the ledger does
     directory.weights.forget_after(step)
     ledger.roll_back(step)
