@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,11 +57,6 @@ ROUNDING = 1e-6  # of amounts
 LOOKS_IN_A_STEP = 3  # a backward pass takes as long as two forward passes
 
 
-class _Job(NamedTuple):
-    done: asyncio.Future[None]
-    shares: int
-
-
 class SharedProcessor:
     """Does several jobs at once. A job has one share or several, and each share moves at `rate(number of shares)`.
 
@@ -72,13 +66,13 @@ class SharedProcessor:
 
     def __init__(self, rate: Callable[[int], float]) -> None:
         self._rate = rate
-        self._jobs: dict[int, _Job] = {}
         self._shares = 0  # of all jobs together
-        self._ends: list[tuple[float, int]] = []  # a heap of (`_each_got` at the job's end, job)
+        # A heap of jobs: what any share will have got at its end, its number, and what its `do` waits for.
+        self._jobs: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = count()
         self._each_got = 0.0
         self._done = 0.0  # on all jobs together
         self._until_s = 0.0  # both are counted up to here
-        self._started = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
 
@@ -97,17 +91,15 @@ class SharedProcessor:
     async def do(self, amount: float, shares: int = 1) -> None:
         """Do a job: as much on all of its shares together."""
         self._advance()
-        number, done = self._started, asyncio.get_running_loop().create_future()
-        self._started += 1
-        self._jobs[number] = _Job(done, shares)
+        done = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._jobs, (self._each_got + amount / shares, next(self._numbers), done))
         self._shares += shares
-        heapq.heappush(self._ends, (self._each_got + amount / shares, number))
         self._plan()
         try:
             await done
         finally:
             self._advance()
-            self._take(number)
+            self._shares -= shares
             self._plan()
 
     def pause(self, paused: bool) -> None:
@@ -115,40 +107,33 @@ class SharedProcessor:
         self._is_paused = paused
         self._plan()
 
-    def _take(self, number: int) -> _Job | None:
-        """Take a job out, unless it is out already."""
-        job = self._jobs.pop(number, None)
-        if job is not None:
-            self._shares -= job.shares
-        return job
-
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._jobs and not self._is_paused:
+        if self._shares and not self._is_paused:
             got = self._rate(self._shares) * (now_s - self._until_s)
             self._each_got += got
             self._done += got * self._shares
         self._until_s = now_s
 
     def _plan(self) -> None:
-        while self._ends and self._ends[0][1] not in self._jobs:
-            heapq.heappop(self._ends)
+        while self._jobs and self._jobs[0][2].done():  # whoever waited has left
+            heapq.heappop(self._jobs)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._ends and not self._is_paused:
-            left = max(0.0, self._ends[0][0] - self._each_got)
+        if self._jobs and not self._is_paused:
+            left = max(0.0, self._jobs[0][0] - self._each_got)
             self._timer = asyncio.get_running_loop().call_later(left / self._rate(self._shares), self._finish)
 
     def _finish(self) -> None:
+        """End the jobs that are due. Each `do` then gives its shares back, and plans what is next."""
         self._timer = None
         self._advance()
-        reached = max(self._each_got + ROUNDING, self._ends[0][0])  # the first job is due, whatever rounding says
-        while self._ends and self._ends[0][0] <= reached:
-            job = self._take(heapq.heappop(self._ends)[1])
-            if job is not None and not job.done.done():
-                job.done.set_result(None)
-        self._plan()
+        reached = max(self._each_got + ROUNDING, self._jobs[0][0])  # the first job is due, whatever rounding says
+        while self._jobs and self._jobs[0][0] <= reached:
+            _, _, done = heapq.heappop(self._jobs)
+            if not done.done():
+                done.set_result(None)
 
 
 AT_ONCE = Latency(0.0, 0.0, 0.0)

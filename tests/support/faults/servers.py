@@ -80,7 +80,7 @@ class FaultyProcessor(SharedProcessor):
         self._held_for: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(not done.done() for _, _, done in self._jobs)
 
     def hold(self, held: bool, why: str) -> None:
         """Pause it for this reason, or end that pause. It continues once no reason is left."""
@@ -92,10 +92,9 @@ class FaultyProcessor(SharedProcessor):
 
     def fail(self, error: Exception) -> None:
         """End all jobs with an `error` of their own."""
-        for number in list(self._jobs):
-            job = self._take(number)
-            if job is not None and not job.done.done():
-                job.done.set_exception(copy.copy(error))
+        for _, _, done in self._jobs:
+            if not done.done():
+                done.set_exception(copy.copy(error))
         self._plan()
 
 
