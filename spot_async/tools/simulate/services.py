@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 
@@ -162,14 +161,6 @@ def ordinal_of(prompt_ids: IntArray) -> int:
     return sum(digit * BASE**place for place, digit in enumerate(digits))
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """Where a response began: what the processor had done by then, and how many updates there had been."""
-
-    done: float
-    updates: int
-
-
 class RatedServer(Opened):
     """A simulated server: requests wait for a slot, and those that have one share its processor."""
 
@@ -184,7 +175,7 @@ class RatedServer(Opened):
         self._in_flight_updates = in_flight_updates
         self._processor = SharedProcessor(cache(lambda requests: rates.tokens_per_s_of_one(requests) / workload.grain))
         self._slots = asyncio.Semaphore(rates.slots or UNLIMITED)
-        self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what the processor had done
+        self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what any share had got
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -227,22 +218,23 @@ class RatedServer(Opened):
         """Grains that it has worked off so far, those of requests under way included."""
         return self._processor.done
 
-    async def work(self, grains: float, shares: int = 1) -> _Begun:
-        """Work off a request, which has a share of the processor or several; return where that began."""
+    async def work(self, grains: float, shares: int = 1) -> float:
+        """Work off a request, which has a share of the processor or several; return what one had got before."""
         if self._rates.request_s:
             await asyncio.sleep(self._rates.request_s)
         async with self._slots:
-            begun = _Begun(self._processor.each_got, len(self._updates))
+            begun = self._processor.each_got
             await self._processor.do(grains, shares)
         return begun
 
-    def _spans(self, begun: _Begun, length: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, begun: float, length: int) -> tuple[VersionSpan, ...]:
         """Return the versions of a response's tokens, of those that were generated between two updates the same."""
-        later = [(min(length, round(done - begun.done)), version) for done, version in self._updates[begun.updates :]]
-        cuts = [(0, self._updates[begun.updates - 1][1]), *later]
-        ends = [*(start for start, _ in later), length]
+        starts = [min(length, max(0, round(got - begun))) for got, _ in self._updates]
+        ends = [*starts[1:], length]
         return tuple(
-            VersionSpan(start, end, version) for (start, version), end in zip(cuts, ends, strict=True) if end > start
+            VersionSpan(start, end, version)
+            for start, end, (_, version) in zip(starts, ends, self._updates, strict=True)
+            if end > start
         )
 
 
