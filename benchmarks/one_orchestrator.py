@@ -99,8 +99,8 @@ def measure(staleness: int, arguments: argparse.Namespace) -> Measured:
 async def servers_alone(rates: ClusterRates, workload: Workload, in_flight: int) -> None:
     """Send SPOT's requests of so many prompts straight to the simulated servers."""
     asked = Asked()
-    students = [RatedStudent(rates, workload, asked) for _ in range(rates.student.replicas or 1)]
-    teachers = [RatedTeacher(rates.teacher, workload, asked) for _ in range(rates.teacher.replicas or 1)]
+    students = [RatedStudent("student", rates, workload, asked) for _ in range(rates.student.replicas or 1)]
+    teachers = [RatedTeacher("teacher", rates, workload, asked) for _ in range(rates.teacher.replicas or 1)]
     verifier = SimulatedVerifier(latency_s=rates.verdict_s)
 
     async def one(number: int, prompt: Prompt) -> None:

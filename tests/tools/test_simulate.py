@@ -311,7 +311,7 @@ def test_a_strict_run_s_files_give_back_its_servers_and_foretell_an_asynchronous
     )
     parts: dict[str, Any] = {
         "policy": policy,
-        "student": lambda: RatedStudent(cluster, workload, Asked()),
+        "student": lambda: RatedStudent("student", cluster, workload, Asked()),
         "teacher": lambda: SerialTeacher(teacher, 0.5),
         "sampling": config.sampling,
     }

@@ -142,20 +142,16 @@ def _no_levels(source: Tree) -> Tree:
 def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:
     """Return the number of servers of each role that the policy asks, as configured.
 
-    A student that writes nothing only takes weights.
+    The student's servers may answer for the reference, with their adapters off, and for teachers. A student that writes
+    nothing only takes weights.
     """
     models = served_models(config, needs)
-    if reference_is_base(config, needs):
-        models["reference"] = config.student
+    if needs.reference:
+        models.setdefault("reference", config.student)
     models |= dict.fromkeys(config.served_by_student if needs.teacher else (), config.student)
     if "student" not in writers(needs):
         del models["student"]
     return {role: len(model.backend.servers()) for role, model in models.items()}
-
-
-def reference_is_base(config: Config, needs: PolicyNeeds) -> bool:
-    """Whether the student's servers answer for the reference, with their adapters off. The role's rates are of that."""
-    return needs.reference and "reference" not in served_models(config, needs)
 
 
 def writers(needs: PolicyNeeds) -> list[str]:

@@ -32,7 +32,7 @@ from spot_async.testing.services import (
     with_topk,
 )
 from spot_async.tools.simulate.lengths import GRAINS, Asked, Workload
-from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates, of_one
+from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, of_one
 from spot_async.types import (
     Capabilities,
     Float64Array,
@@ -164,15 +164,12 @@ def ordinal_of(prompt_ids: IntArray) -> int:
 class RatedServer(Opened):
     """A simulated server: requests wait for a slot, and those that have one share its processor."""
 
-    def __init__(
-        self, rates: ServerRates, workload: Workload, asked: Asked, *, update_s: float, in_flight_updates: bool
-    ) -> None:
+    def __init__(self, role: str, cluster: ClusterRates, workload: Workload, asked: Asked) -> None:
         """Make a server. One without rates may be asked for nothing. All of a role have the same `asked`."""
-        self._rates = rates
+        self._rates = rates = cluster.of(role)
+        self._cluster = cluster
         self._workload = workload
         self._asked = asked
-        self._update_s = update_s
-        self._in_flight_updates = in_flight_updates
         self._processor = SharedProcessor(cache(lambda requests: rates.tokens_per_s_of_one(requests) / workload.grain))
         self._slots = asyncio.Semaphore(rates.slots or UNLIMITED)
         self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what any share had got
@@ -181,13 +178,13 @@ class RatedServer(Opened):
         await asyncio.Event().wait()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        return capabilities(VOCAB_SIZE, slots=self._rates.slots, in_flight_updates=self._in_flight_updates)
+        return capabilities(VOCAB_SIZE, slots=self._rates.slots, in_flight_updates=self._cluster.in_flight_updates)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load weights. Requests in flight stand still meanwhile, and continue with the new ones."""
         self._processor.pause(True)
         try:
-            await asyncio.sleep(self._update_s)
+            await asyncio.sleep(self._cluster.update_s)
         finally:
             self._processor.pause(False)
         self._updates.append((self._processor.each_got, snapshot.version))
@@ -241,22 +238,14 @@ class RatedServer(Opened):
 class RatedStudent(RatedServer, SimulatedStudent):
     """A server of the student."""
 
-    def __init__(self, cluster: ClusterRates, workload: Workload, asked: Asked) -> None:
-        super().__init__(
-            cluster.student, workload, asked, update_s=cluster.update_s, in_flight_updates=cluster.in_flight_updates
-        )
-        self.requests = 0
-        self._candidates_s = cluster.candidates_s
-        # As whom it also answers: the reference, or else a teacher.
-        self._as_base = cluster.teacher if cluster.reference.tokens_per_s is None else cluster.reference
-
     @property
     def version(self) -> WeightVersion:  # type: ignore[override]
         return self._updates[-1][1]
 
     async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        """Score a response as another role: as fast as that one's rates say, while no response is written."""
-        own, base = self._rates, self._as_base
+        """Score a response as the reference, or else as a teacher: as fast as its rates say, if none is written."""
+        own = self._rates
+        base = self._cluster.teacher if self._cluster.reference.tokens_per_s is None else self._cluster.reference
         assert own.tokens_per_s is not None
         assert base.tokens_per_s is not None
         scored = self._workload.scored(ordinal_of(request.prompt_ids), len(request.response_ids))
@@ -266,15 +255,13 @@ class RatedStudent(RatedServer, SimulatedStudent):
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         """Take the time of candidates, the only request that its base class answers."""
-        await asyncio.sleep(self._candidates_s)
+        await asyncio.sleep(self._cluster.candidates_s)
 
 
 class RatedTeacher(RatedServer, SimulatedTeacher):
     """A server of the teacher or of the reference."""
 
-    def __init__(self, rates: ServerRates, workload: Workload, asked: Asked) -> None:
-        super().__init__(rates, workload, asked, update_s=0.0, in_flight_updates=False)
-        self.latency = AT_ONCE
+    latency = AT_ONCE
 
     async def _rows(self, request: ScoreRequest) -> Float64Array:
         """Take the time of a score, whether of the top-k or of chosen tokens."""

@@ -20,7 +20,7 @@ from spot_async.base import registry
 from spot_async.base.events import Event
 from spot_async.base.tasks import watched
 from spot_async.checks.device_shares import shares_with_trainer
-from spot_async.checks.served import answering
+from spot_async.checks.served import answering, served_models
 from spot_async.config import Config, model_sections, teacher_name
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished, RunEvent
@@ -35,7 +35,7 @@ from spot_async.testing.services import VOCAB_SIZE
 from spot_async.testing.simulation import make_run, policy_context, simulated_turn_ids
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import Asked, Workload
-from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
+from spot_async.tools.simulate.rates import ClusterRates
 from spot_async.tools.simulate.services import (
     RatedServer,
     RatedStudent,
@@ -212,14 +212,8 @@ async def observe(
 ) -> list[Observed]:
     """Run to the end, and return all iterations."""
     policy, batch_size = make_policy(config), config.training.batch_size
-    servers = {
-        role: _servers(role, rates, workload)
-        for role in {"student": 0, **served_roles(config, policy.needs)}  # all students take weights
-    }
-    if is_base := reference_is_base(config, policy.needs):
-        del servers["reference"]
-    for role in config.served_by_student:
-        servers.pop(role, None)
+    servers = {role: _servers(role, rates, workload) for role in served_models(config, policy.needs)}
+    is_base = policy.needs.reference and "reference" not in servers
     async with AsyncExitStack() as stack:
         # A pool stands for its servers in every way, which types cannot say.
         pools: dict[str, Any] = {
@@ -262,10 +256,8 @@ async def observe(
 
 
 def _servers(role: str, rates: ClusterRates, workload: Workload) -> list[RatedServer]:
-    own, asked = rates.of(role), Asked()
-    if role == "student":
-        return [RatedStudent(rates, workload, asked) for _ in range(own.replicas or 1)]
-    return [RatedTeacher(own, workload, asked) for _ in range(own.replicas or 1)]
+    server, asked = RatedStudent if role == "student" else RatedTeacher, Asked()
+    return [server(role, rates, workload, asked) for _ in range(rates.of(role).replicas or 1)]
 
 
 def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaPool[RatedServer]:
