@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,29 +76,32 @@ class StoppedError(Exception):
 
 @dataclass
 class ClosedLoop:
-    """Keeps a number of requests in flight: each of its workers has one."""
+    """Keeps a number of requests in flight, which only rises: each of its workers has one."""
 
     requests: Iterator[Request]
-    group: asyncio.TaskGroup
     limit: int | None  # most requests in all
-    concurrency: int = 0
     sent: int = 0
     answers: list[Answer] = field(default_factory=list)  # those of the present level
     failures: list[SpotError] = field(default_factory=list)  # those of the present level
-    _workers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _workers: list[asyncio.Task[None]] = field(default_factory=list)
+    _working: int = 0  # workers that have not ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def keep_in_flight(self, concurrency: int) -> None:
-        """Change the number of requests in flight: at once if it rises, else as those in flight are answered."""
-        self.concurrency = concurrency
-        for number in set(range(concurrency)) - self._workers.keys():
-            self._workers[number] = self.group.create_task(self._work(number), name=f"ramp {number}")
+    @property
+    def concurrency(self) -> int:
+        return len(self._workers)
+
+    def raise_to(self, concurrency: int, group: asyncio.TaskGroup) -> None:
+        """Have so many requests in flight from now on."""
+        more = range(self.concurrency, concurrency)
+        self._working += len(more)
+        self._workers += [group.create_task(self._work(), name=f"ramp {number}") for number in more]
 
     def count_anew(self) -> None:
         self.answers, self.failures = [], []
 
     def stop(self) -> None:
-        for worker in self._workers.values():
+        for worker in self._workers:
             worker.cancel()
 
     async def answered(self, count: int, *, until_s: float) -> bool:
@@ -105,23 +109,16 @@ class ClosedLoop:
 
         Raises StoppedError if no further request will be answered.
         """
-        is_reached = True
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                while len(self.answers) < count or len(self._workers) > self.concurrency:
-                    if self._is_spent() and not self._workers:
-                        raise StoppedError("requests")
+                while len(self.answers) < count and self._working and self._refusal() is None:
                     self._changed.clear()
                     await self._changed.wait()
-                    self._raise_if_refused()
-        except TimeoutError:
-            is_reached = False
-        self._raise_if_refused()
-        return is_reached
-
-    def _raise_if_refused(self) -> None:
         if (refusal := self._refusal()) is not None:
             raise refusal
+        if len(self.answers) < count and not self._working:
+            raise StoppedError("requests")
+        return len(self.answers) >= count
 
     def _refusal(self) -> StoppedError | None:
         """Return the error that makes further requests useless; None while there is none."""
@@ -132,26 +129,21 @@ class ClosedLoop:
             return StoppedError("failed", str(self.failures[0]))
         return None
 
-    def _is_spent(self) -> bool:
-        return self.limit is not None and self.sent >= self.limit
-
-    async def _work(self, number: int) -> None:
+    async def _work(self) -> None:
         loop = asyncio.get_running_loop()
-        try:
-            while number < self.concurrency and not self._is_spent() and self._refusal() is None:
-                self.sent += 1
-                request = next(self.requests)
-                started_s = loop.time()
-                try:
-                    tokens = await request.send()
-                    self.answers.append(Answer(request.stage, loop.time() - started_s, tokens))
-                except (RequestError, BudgetSpentError) as error:
-                    self.failures.append(error)
-                self._changed.set()
-                await asyncio.sleep(0)  # a service in this process may answer without waiting; let others run too
-        finally:
-            del self._workers[number]
+        while (self.limit is None or self.sent < self.limit) and self._refusal() is None:
+            self.sent += 1
+            request = next(self.requests)
+            started_s = loop.time()
+            try:
+                tokens = await request.send()
+                self.answers.append(Answer(request.stage, loop.time() - started_s, tokens))
+            except (RequestError, BudgetSpentError) as error:
+                self.failures.append(error)
             self._changed.set()
+            await asyncio.sleep(0)  # a service in this process may answer without waiting; let others run too
+        self._working -= 1
+        self._changed.set()
 
 
 async def ramp(
@@ -163,10 +155,10 @@ async def ramp(
     failure: str | None = None
     box_ends_s = asyncio.get_running_loop().time() + limits.seconds
     async with asyncio.TaskGroup() as group:
-        closed = ClosedLoop(requests, group, limits.requests)
+        closed = ClosedLoop(requests, limits.requests)
         try:
             while ended == "time":
-                closed.keep_in_flight(min(2 * levels[-1].concurrency, limits.most) if levels else 1)
+                closed.raise_to(max(1, min(2 * closed.concurrency, limits.most)), group)
                 level = await _measure(closed, limits, box_ends_s)
                 if level is None:
                     break
@@ -177,13 +169,7 @@ async def ramp(
             ended, failure = stopped.ended, stopped.failure
         finally:
             closed.stop()
-    return Ramp(
-        server=server,
-        levels=levels,
-        ended=ended,
-        failure=failure,
-        sent=closed.sent,
-    )
+    return Ramp(server=server, levels=levels, ended=ended, failure=failure, sent=closed.sent)
 
 
 def _ended(levels: Sequence[Level], most: int) -> Ending:
