@@ -41,7 +41,8 @@ class RetryPolicy(msgspec.Struct, frozen=True):
       answer in time are of this class.
     * poisoned: twice, the second time to another server where there is one.
 
-    In every class the request's deadline, which the caller knows, ends the attempts.
+    In every class the request's deadline, which the caller knows, ends the attempts. With 0 `attempts` nothing is sent
+    again, whatever its class.
     """
 
     attempts: int
@@ -51,7 +52,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
         `jitter` is uniform in [0, 1). `has_time`: a deadline that passed was the attempt's, and the request's is later.
         """
-        if isinstance(error, DeadlineExceededError) and not has_time:
+        if not self.attempts or (isinstance(error, DeadlineExceededError) and not has_time):
             return None
         doublings = min(failures - 1, MAX_DOUBLINGS)
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)

@@ -5,14 +5,14 @@ Nothing is started here. `services.py` opens the servers, `training.py` enters t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
-from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Opened
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
@@ -77,7 +77,6 @@ def make_stages(
     plan: TrainPlan,
     services: OpenServices,
     verifier: Verifier,
-    retry: Callable[[int], RetryPolicy] = RetryPolicy,
     events: Channel | None = None,
     *,
     bounds_prompts: bool = True,
@@ -117,7 +116,6 @@ def make_stages(
         max_prompts=config.queue_capacity_prompts,
         bounds_prompts=bounds_prompts,
         weights_may_change=config.max_staleness > 0,
-        retry=retry,
     )
     return Stages(asked, settings, plan.policy.needs, events)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spot_async.base.retry import RetryPolicy
 from spot_async.config import SamplingConfig, StagesConfig, teacher_role
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.own_tokens import OwnTokens
@@ -114,4 +113,3 @@ class StagesSettings:
     # The student may get new weights while a prompt is under way. So candidates are asked of the weights that its
     # servers hold then, and deadlines are put off while they load.
     weights_may_change: bool = False
-    retry: Callable[[int], RetryPolicy] = RetryPolicy  # makes a stage's retry policy from its `attempts`

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from spot_async.base.events import Channel, log_events_to_python_logging
-from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.config import StageConfig, teacher_role
 from spot_async.errors import ContractError, DataError, PermanentError
@@ -89,7 +89,7 @@ class Stages:
                 concurrency=own.concurrency,
                 timeout_s=limits.timeout_s,
                 attempt_timeout_s=limits.attempt_timeout_s,
-                retry=settings.retry(limits.attempts),
+                retry=RetryPolicy(limits.attempts),
                 waiting_capacity=settings.max_prompts * requests[kind],
                 requests_per_prompt=requests[kind] if settings.bounds_prompts else None,
                 stated_by=STATED_BY[kind],

@@ -280,6 +280,7 @@ def test_each_class_of_failure_has_a_budget_of_its_own() -> None:
     assert sendings(errors.PoisonedReplyError("NaN"), 8) == 2
     assert sendings(errors.PoisonedReplyError("NaN"), 1) == 1
     assert sendings(errors.ThrottledError("429"), 1) == 50  # the deadline ends it
+    assert sendings(errors.ThrottledError("429"), 0) == sendings(errors.TransientError("reset"), 0) == 1
     told = [RetryPolicy(1).delay_s(ThrottledError("429", 30.0), 1, jitter) for jitter in (0.0, 0.5, 0.999)]
     assert told == sorted(told)
     assert told[0] == 30.0  # never sooner, and not all at once

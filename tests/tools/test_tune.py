@@ -31,7 +31,7 @@ from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, Stag
 from spot_async.tools.tune import tune_command
 from spot_async.tools.tune.choice import choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
-from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
+from spot_async.tools.tune.ramp import RampLimits, without_limits
 from spot_async.tools.tune.results import as_yaml, check_output, tuning_section
 from spot_async.tools.tune.tune_command import (
     TuneOptions,
@@ -82,10 +82,10 @@ class Overheard(SimulatedStudent):
         return await super().generate(prompt_ids, sampling, **more)
 
 
-def stages_over(student: SimulatedStudent, config: StagesConfig | None = None, **more: Any) -> Stages:
+def stages_over(student: SimulatedStudent, config: StagesConfig | None = None) -> Stages:
     needs = PolicyNeeds(teacher_top_k=1, probes_per_prompt=2)
     settings = StagesSettings(
-        limits=config or StagesConfig(), sampling=SamplingConfig(max_response_tokens=64), max_prompts=8, **more
+        limits=config or StagesConfig(), sampling=SamplingConfig(max_response_tokens=64), max_prompts=8
     )
     return Stages(simulated_services(needs, student=student), settings, needs)
 
@@ -93,7 +93,7 @@ def stages_over(student: SimulatedStudent, config: StagesConfig | None = None, *
 def ramped_over(student: SimulatedStudent) -> Stages:
     limits = StageConfig(concurrency=1)
     config = StagesConfig(rollout=limits, candidates=limits, probe=limits)
-    return stages_over(student, without_limits(config), retry=NoRetries)
+    return stages_over(student, without_limits(config))
 
 
 def test_what_a_ramp_sends_waits_for_no_limit_and_is_sent_once():

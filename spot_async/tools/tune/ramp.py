@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_async.base.retry import RetryPolicy
 from spot_async.config import StagesConfig
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
 from spot_async.stages.services import STAGE_SERVERS
@@ -44,17 +43,13 @@ class RampLimits:
         return MAX_ANSWERS if self.requests is None else min(MAX_ANSWERS, max(MIN_ANSWERS, self.requests // LEVELS))
 
 
-class NoRetries(RetryPolicy, frozen=True):
-    """Send nothing again, since a ramp must see what fails."""
-
-    def delay_s(self, error: RequestError, failures: int, jitter: float, *, has_time: bool = False) -> float | None:
-        return None
-
-
 def without_limits(stages: StagesConfig) -> StagesConfig:
-    """Return the stages' settings without limits of concurrency: the ramp alone decides how much is in flight."""
+    """Return the stages' settings without limits of concurrency, and such that nothing is sent again.
+
+    The ramp alone decides how much is in flight, and must see what fails.
+    """
     unlimited = {name: getattr(stages, name).model_copy(update={"concurrency": 1 << 30}) for name in STAGE_SERVERS}
-    return stages.model_copy(update=unlimited)
+    return stages.model_copy(update={**unlimited, "attempts": 0})
 
 
 class Answer(NamedTuple):

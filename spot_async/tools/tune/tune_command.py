@@ -35,7 +35,7 @@ from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
 from spot_async.tools.tune.choice import choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
-from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
+from spot_async.tools.tune.ramp import RampLimits, ramp, without_limits
 from spot_async.tools.tune.results import terminal_tables, write
 from spot_async.types import PolicyNeeds
 
@@ -157,7 +157,7 @@ async def measure(
         prompts = [next(schedule) for _ in range(min(PROMPTS, config.training.batch_size))]
         tell(f"asking for {len(prompts)} prompts once, as the run would: their requests are what is sent again")
         templates = await note_requests(plan.policy, make_stages(config, plan, services, verifier), prompts)
-        ramped = make_stages(unlimited, plan, services, verifier, NoRetries, bounds_prompts=False)
+        ramped = make_stages(unlimited, plan, services, verifier, bounds_prompts=False)
         paid = paid_keys(config)
         ramps: list[Ramp] = []
         skipped: list[str] = []
