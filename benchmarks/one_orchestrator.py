@@ -77,23 +77,20 @@ def measure(staleness: int, arguments: argparse.Namespace) -> Measured:
     batch_size = arguments.in_flight // (staleness + 1)
     config, rates = cluster(batch_size, arguments.students, arguments.teachers)
     workload = Workload.of(rates.lengths, config.sampling.max_response_tokens)
-    counted_from = WARM_UP * (staleness + 1)
+    first = WARM_UP * (staleness + 1)
+    last = first + COUNTED
     began_s = time.process_time()
-    observed = run_on_virtual_time(
-        observe(config, rates, workload, staleness, counted_from + COUNTED + staleness, set())
-    )
-    whole_s = (time.process_time() - began_s) / sum(each.responses for each in observed)
-    first, last = observed[counted_from - 1], observed[counted_from + COUNTED - 1]
-    seconds = last.ended_s - first.ended_s
+    observed = run_on_virtual_time(observe(config, rates, workload, staleness, first, last))
+    whole_s = (time.process_time() - began_s) / (batch_size * (last + staleness))
     busy = {}
-    for role, worked in last.worked.items():
+    for role, worked in observed.worked.items():
         own = rates.of(role)
-        most = (own.tokens_per_s or 0.0) * (own.replicas or 1) * seconds / workload.grain
-        busy[role] = (worked - first.worked[role]) / most
+        most = (own.tokens_per_s or 0.0) * (own.replicas or 1) * observed.seconds / workload.grain
+        busy[role] = worked / most
     began_s = time.process_time()
     run_on_virtual_time(servers_alone(rates, workload, arguments.in_flight))
     servers_s = (time.process_time() - began_s) / arguments.in_flight
-    return Measured(seconds / COUNTED, busy, 1e3 * whole_s, 1e3 * servers_s)
+    return Measured(observed.seconds / COUNTED, busy, 1e3 * whole_s, 1e3 * servers_s)
 
 
 async def servers_alone(rates: ClusterRates, workload: Workload, in_flight: int) -> None:

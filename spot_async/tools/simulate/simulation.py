@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -86,63 +85,60 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
 
 
-@dataclass(frozen=True)
-class Observed:
-    """One iteration."""
-
-    ended_s: float
-    train_s: float
-    queued_prompts_s: float  # seconds that finished prompts waited for their batch, all together
-    most_queued: int
-    cpu_s: float  # of this process since its start
-    worked: Mapping[str, float]  # by role: grains that its servers have worked off since the start
-    responses: int  # that were trained
-    tokens: int  # grains of these, whoever wrote them
-    lags: Mapping[int, int]  # grains of responses by the iterations that their weights are behind
-    bottleneck: Bottleneck  # since the iteration before
-
-
 class Observer:
-    """The listener that keeps finished iterations. Make it on the running loop."""
+    """The listener that sums up the iterations after the `first`, up to the `last`. Make it on the running loop."""
 
     def __init__(
-        self, book: AdmissionBook, servers: Mapping[str, Sequence[RatedServer]], live: LiveBottleneck, judged: set[int]
+        self,
+        book: AdmissionBook,
+        servers: Mapping[str, Sequence[RatedServer]],
+        live: LiveBottleneck,
+        first: int,
+        last: int,
     ) -> None:
-        """`judged` are the iterations after which the bottleneck is asked for, each time since the last one."""
-        self.iterations: list[Observed] = []
+        self.rows: list[Row] = []
+        self.responses = 0  # that were trained
+        self.tokens = 0  # grains of these, whoever wrote them
+        self.lags: Counter[int] = Counter()  # grains of responses by the iterations that their weights are behind
+        self.queue_max = 0
+        self.cpu_s = 0.0  # of this process
+        self.worked: dict[str, float] = dict.fromkeys(servers, 0.0)  # by role: grains that its servers have worked off
+        self.bottleneck = Bottleneck("")
         self._book = book
         self._servers = servers
         self._live = live
-        self._judged = judged
-        self._since_s = asyncio.get_running_loop().time()
+        self._first, self._last = first, last
+        self._ended_s = self._since_s = asyncio.get_running_loop().time()
         self._queued = self._most_queued = 0
         self._queued_prompts_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.rows)
 
     def on(self, event: Event) -> None:
         now_s = asyncio.get_running_loop().time()
         self._queued_prompts_s += self._queued * (now_s - self._since_s)
         self._since_s, self._queued = now_s, self._book.waiting
         self._most_queued = max(self._most_queued, self._queued)
-        if isinstance(event, IterationFinished):
-            self._finish(event, now_s)
+        if not isinstance(event, IterationFinished):
+            return
+        if self._first < event.iteration <= self._last:
+            self._add(event, now_s - self._ended_s)
+        if event.iteration in (self._first, self._last):  # at the last one, what came since the first
+            self.cpu_s = time.process_time() - self.cpu_s
+            for role, servers in self._servers.items():
+                self.worked[role] = sum(each.worked for each in servers) - self.worked[role]
+            self.bottleneck = self._live.judge()
+        self._ended_s, self._queued_prompts_s, self._most_queued = now_s, 0.0, self._queued
 
-    def _finish(self, event: IterationFinished, now_s: float) -> None:
+    def _add(self, event: IterationFinished, seconds: float) -> None:
         trained = [sample.supervision for sample in event.samples if sample.supervision is not None]
-        self.iterations.append(
-            Observed(
-                ended_s=now_s,
-                train_s=event.times_s.train,
-                queued_prompts_s=self._queued_prompts_s,
-                most_queued=self._most_queued,
-                cpu_s=time.process_time(),
-                worked={role: sum(each.worked for each in servers) for role, servers in self._servers.items()},
-                responses=len(trained),
-                tokens=sum(len(each.response_ids) for each in trained),
-                lags=tokens_by_lag(event),
-                bottleneck=self._live.judge() if event.iteration in self._judged else Bottleneck(""),
-            )
-        )
-        self._queued_prompts_s, self._most_queued = 0.0, self._queued
+        self.rows.append(Row(seconds=seconds, train_s=event.times_s.train, queued=self._queued_prompts_s / seconds))
+        self.responses += len(trained)
+        self.tokens += sum(len(each.response_ids) for each in trained)
+        self.lags.update(tokens_by_lag(event))
+        self.queue_max = max(self.queue_max, self._most_queued)
 
 
 def make_policy(config: Config) -> Policy:
@@ -197,8 +193,8 @@ def simulate_one(
     counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
     first = 1 + WARM_UP * staleness
     last = first + counted
-    observed = run_on_virtual_time(observe(config, rates, workload, staleness, last + staleness, {first, last}))
-    return _outcome(staleness, rates, workload, observed[first - 1 : last], strict_s)
+    observed = run_on_virtual_time(observe(config, rates, workload, staleness, first, last))
+    return _outcome(staleness, rates, workload, observed, strict_s)
 
 
 def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
@@ -208,9 +204,9 @@ def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 async def observe(
-    config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
-) -> list[Observed]:
-    """Run to the end, and return all iterations."""
+    config: Config, rates: ClusterRates, workload: Workload, staleness: int, first: int, last: int
+) -> Observer:
+    """Run to the end, a little beyond the `last` iteration, and return what came after the `first`."""
     policy, batch_size = make_policy(config), config.training.batch_size
     servers = {role: _servers(role, rates, workload) for role in served_models(config, policy.needs)}
     is_base = policy.needs.reference and "reference" not in servers
@@ -236,7 +232,7 @@ async def observe(
             limits=config.stages,
             sampling=config.sampling.model_copy(update={"max_response_tokens": workload.most}),
             seed=config.run.seed,
-            iterations=iterations,
+            iterations=last + staleness,
             batch_size=batch_size,
             max_staleness=staleness,
             capacity_prompts=(staleness + 1) * batch_size,
@@ -249,10 +245,10 @@ async def observe(
             every_s=0.0,
             replicas=lambda: replica_states(pools),
         )
-        observer = Observer(run.orchestrator.book, servers, live, judged)
+        observer = Observer(run.orchestrator.book, servers, live, first, last)
         run.stages.events.subscribe(observer, to=RunEvent)
         await watched(run.orchestrator.run(), [pool.watch for pool in pools.values()])
-        return observer.iterations
+        return observer
 
 
 def _servers(role: str, rates: ClusterRates, workload: Workload) -> list[RatedServer]:
@@ -275,31 +271,18 @@ def _tree(config: Config, rates: ClusterRates, staleness: int) -> dict[str, Any]
 
 
 def _outcome(
-    staleness: int, rates: ClusterRates, workload: Workload, observed: Sequence[Observed], strict_s: float | None
+    staleness: int, rates: ClusterRates, workload: Workload, observed: Observer, strict_s: float | None
 ) -> Outcome:
-    """Return what the iterations after the first of `observed` came to."""
-    before, counted = observed[0], observed[1:]
-    total_s = counted[-1].ended_s - before.ended_s
-    iteration_s, train_s = total_s / len(counted), sum(each.train_s for each in counted) / len(counted)
+    """Return what the iterations came to."""
+    rows, lags, total_s = observed.rows, observed.lags, observed.seconds
+    iteration_s, train_s = total_s / len(rows), sum(each.train_s for each in rows) / len(rows)
     # What they did in this time, so that none can have done more than its rate allows.
     servers_s = {
-        role: (worked - before.worked[role]) * workload.grain / len(counted) / _tokens_per_s(rates, role)
-        for role, worked in counted[-1].worked.items()
+        role: worked * workload.grain / len(rows) / _tokens_per_s(rates, role)
+        for role, worked in observed.worked.items()
         if rates.of(role).tokens_per_s is not None
     }
-    lags: Counter[int] = Counter()
-    for each in counted:
-        lags.update(each.lags)
-    starts_s = [each.ended_s for each in observed]
-    rows = [
-        Row(
-            seconds=each.ended_s - start_s,
-            train_s=each.train_s,
-            queued=each.queued_prompts_s / (each.ended_s - start_s),
-        )
-        for start_s, each in zip(starts_s, counted, strict=False)
-    ]
-    bottleneck = counted[-1].bottleneck
+    bottleneck = observed.bottleneck
     return Outcome(
         max_staleness=staleness,
         iteration_s=iteration_s,
@@ -311,12 +294,10 @@ def _outcome(
         lag_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(1, lags.total()),
         lag_max=max(lags, default=0),
         lags={lag: tokens * workload.grain for lag, tokens in sorted(lags.items())},
-        response_tokens=workload.grain
-        * sum(each.tokens for each in counted)
-        / max(1, sum(each.responses for each in counted)),
-        queue_mean=sum(each.queued_prompts_s for each in counted) / total_s,
-        queue_max=max(each.most_queued for each in counted),
-        orchestrator_cores=(counted[-1].cpu_s - before.cpu_s) / total_s,
+        response_tokens=workload.grain * observed.tokens / max(1, observed.responses),
+        queue_mean=sum(each.queued * each.seconds for each in rows) / total_s,
+        queue_max=observed.queue_max,
+        orchestrator_cores=observed.cpu_s / total_s,
         rows=rows,
     )
 
