@@ -105,13 +105,13 @@ class ClusterRates(Section):
 
 
 def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, knows_lengths: bool) -> ClusterRates:
-    """Return the rates of all sources, of which the later ones win.
+    """Return the rates of all sources, of which the later ones win, after the slots that are configured.
 
     A role's own speed of a request is that of the server where nobody says. Raises ConfigError for a source that
     cannot be read, and one line for what the run needs and no source has.
     """
     tree: Tree = {}
-    for source in sources:
+    for source in (_configured_slots(config, needs), *sources):
         tree = laid_over(source, laid_over(_no_levels(source), tree))
     rates = validate_as(ClusterRates, tree)
     every = (*ROLES, *map(teacher_role, rates.teachers))
@@ -161,7 +161,7 @@ def writers(needs: PolicyNeeds) -> list[str]:
     return [*(["student"] if asked["rollout"] else []), *(teachers if asked["teacher_response"] else [])]
 
 
-def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
+def _configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
     """Return the slots of servers that generate, where the configuration names them. Scores need none."""
     slots = {role: getattr(config.models[role].backend, "slots", None) for role in writers(needs)}
     return by_section({role: {"slots": number} for role, number in slots.items() if number})

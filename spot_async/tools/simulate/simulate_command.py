@@ -18,12 +18,7 @@ from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import SpotError
 from spot_async.tools.simulate.lengths import Lengths, Workload
 from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
-from spot_async.tools.simulate.rates import (
-    ClusterRates,
-    Tree,
-    cluster_rates,
-    configured_slots,
-)
+from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates
 from spot_async.tools.simulate.reading import Recorded, read_run, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import (
@@ -106,8 +101,8 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     What is stated wins, then the run's own, then what `tune` measured.
     """
     needs = make_policy(config).needs
-    sources = [configured_slots(config, needs)]
-    told = []
+    sources: list[Tree] = []
+    told: list[str] = []
     tuning = options.tuning or tune_beside(source)
     if tuning is not None:
         sources.append(rates_of_ramps(read_tuning(tuning).ramps))

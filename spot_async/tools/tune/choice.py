@@ -20,14 +20,7 @@ from spot_async.stages.services import STAGE_SERVERS
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt, Workload
 from spot_async.tools.simulate.measured import ENOUGH, Ramp, Recommendation, Tuning, rates_of_ramps, running_medians
-from spot_async.tools.simulate.rates import (
-    RATES,
-    ClusterRates,
-    Tree,
-    cluster_rates,
-    configured_slots,
-    served_roles,
-)
+from spot_async.tools.simulate.rates import RATES, ClusterRates, Tree, cluster_rates, served_roles
 from spot_async.tools.simulate.reading import Recorded, read_run
 from spot_async.tools.simulate.simulation import NEARLY, simulate, simulate_one, sufficient
 from spot_async.tools.simulate.view import binding, sharing_words, staleness_words
@@ -138,8 +131,7 @@ def _rates(config: Config, needs: PolicyNeeds, sources: Sequence[Tree]) -> tuple
         name for name in (*served_roles(config, needs), "trainer") if not any(name in source for source in sources)
     ]
     at_once = {name: dict.fromkeys(RATES if name in ROLES else ["tokens_per_s"], AT_ONCE) for name in unknown}
-    every = [at_once, configured_slots(config, needs), *sources]
-    return cluster_rates(every, config, needs, knows_lengths=True), unknown
+    return cluster_rates([at_once, *sources], config, needs, knows_lengths=True), unknown
 
 
 def not_slower(ramp: Ramp) -> list[int]:
