@@ -45,12 +45,19 @@ class ServerRates(Section):
         None, description="tokens a second by requests in flight, where `tune` measured them; in place of both rates"
     )
 
-    def of_levels(self) -> ServerRates:
-        """Return these rates, with those that levels stand for."""
-        if self.levels is None:
-            return self
-        each = max(speed / requests for requests, speed in self.levels.items())
-        return self.model_copy(update={"tokens_per_s": max(self.levels.values()), "tokens_per_s_each": each})
+    def whole(self, configured: int | None) -> ServerRates:
+        """Return these rates with those that levels stand for.
+
+        Of a role with `configured` servers nothing is left out but the slots.
+        """
+        at_most, each = self.tokens_per_s, self.tokens_per_s_each
+        if self.levels is not None:
+            at_most = max(self.levels.values())
+            each = max(speed / requests for requests, speed in self.levels.items())
+        if configured is not None:
+            each = each or at_most
+        replicas = self.replicas or configured
+        return self.model_copy(update={"tokens_per_s": at_most, "tokens_per_s_each": each, "replicas": replicas})
 
     def tokens_per_s_of_one(self, requests: int) -> float:
         """Return the tokens a second of each of so many requests. Beyond what was measured nothing is gained."""
@@ -97,12 +104,6 @@ class ClusterRates(Section):
         rates: ServerRates = self.teachers.get(name, self.teacher) if name else getattr(self, role)
         return rates
 
-    def with_servers(self, servers: Mapping[str, ServerRates]) -> ClusterRates:
-        """Return these rates with those of servers in their place, by role."""
-        named = {name: own for role, own in servers.items() if (name := teacher_name(role))}
-        others = {role: own for role, own in servers.items() if not teacher_name(role)}
-        return self.model_copy(update={**others, "teachers": {**self.teachers, **named}})
-
 
 def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, knows_lengths: bool) -> ClusterRates:
     """Return the rates of all sources, of which the later ones win, after the slots that are configured.
@@ -114,11 +115,12 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     for source in (_configured_slots(config, needs), *sources):
         tree = laid_over(source, laid_over(_no_levels(source), tree))
     rates = validate_as(ClusterRates, tree)
-    every = (*ROLES, *map(teacher_role, rates.teachers))
-    rates = rates.with_servers({role: rates.of(role).of_levels() for role in every})
     roles = served_roles(config, needs)
-    lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
-    if "student" in roles and rates.student.tokens_per_s_each is None:
+    servers = {
+        role: rates.of(role).whole(roles.get(role)) for role in (*ROLES, *map(teacher_role, rates.teachers), *roles)
+    }
+    lacking = [f"{role}.tokens_per_s" for role in roles if servers[role].tokens_per_s is None]
+    if "student" in roles and rates.student.tokens_per_s_each is None and rates.student.levels is None:
         lacking.append("student.tokens_per_s_each")
     lacking += ["trainer.tokens_per_s"] if rates.trainer.tokens_per_s is None else []
     lacking += ["lengths.median"] if rates.lengths.median is None and not knows_lengths else []
@@ -128,8 +130,8 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
             f"{', '.join(lacking)}: not known: give --from RUN, a run of this configuration that has measured it, or "
             f"state it, for example --rate {lacking[0]}=1000{'; spot-async tune measures servers' if is_tuned else ''}"
         )
-    servers = {role: _whole(rates.of(role), number) for role, number in roles.items()}
-    return rates.with_servers(servers)
+    teachers = {name: own for role, own in servers.items() if (name := teacher_name(role))}
+    return rates.model_copy(update={**{role: servers[role] for role in ROLES}, "teachers": teachers})
 
 
 def _no_levels(source: Tree) -> Tree:
@@ -174,13 +176,3 @@ def by_section(of_roles: Mapping[str, Any]) -> Tree:
         name = teacher_name(role)
         tree = laid_over({"teachers": {name: own}} if name else {role: own}, tree)
     return tree
-
-
-def _whole(rates: ServerRates, configured: int) -> ServerRates:
-    """Return a role's rates with nothing left out but the slots."""
-    return rates.model_copy(
-        update={
-            "replicas": rates.replicas or configured,
-            "tokens_per_s_each": rates.tokens_per_s_each or rates.tokens_per_s,
-        }
-    )
