@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -45,14 +44,6 @@ class SimulateOptions:
     is_json: bool = False
 
 
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints."""
-
-    rates: Tree
-    sources: list[str]  # lines that say where they come from
-    outcomes: list[Outcome]
-
-
 def run(screen: Console, source: Path, config: Config, options: SimulateOptions) -> None:
     """Simulate a configuration, and show it. Raises ConfigError or DataError for what cannot be simulated."""
     rates, lengths, told = gathered(source, config, options)
@@ -77,8 +68,8 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         *rate_lines(rates, outcomes[0].response_tokens),
     ]
     if options.is_json:
-        found = Simulation(rates=rates.model_dump(), sources=told, outcomes=outcomes)
-        screen.print(as_json(found).decode(), end="", markup=False, highlight=False, soft_wrap=True)
+        found = as_json({"rates": rates.model_dump(), "sources": told, "outcomes": outcomes})
+        screen.print(found.decode(), end="", markup=False, highlight=False, soft_wrap=True)
     else:
         screen.print(outcome_table(outcomes))
         for line in lines:
