@@ -196,9 +196,7 @@ def _level(closed: ClosedLoop, seconds: float) -> Level | None:
     if len(answers) < MIN_ANSWERS or seconds <= 0:
         return None
     p50_s, p95_s = np.quantile([answer.latency_s for answer in answers], [0.5, 0.95]).tolist()
-    by_stage: dict[str, list[float]] = {}
-    for answer in answers:
-        by_stage.setdefault(answer.stage, []).append(answer.latency_s)
+    by_stage = {name: [each.latency_s for each in answers if each.stage == name] for name in STAGE_SERVERS}
     return Level(
         concurrency=closed.concurrency,
         seconds=seconds,
@@ -207,9 +205,5 @@ def _level(closed: ClosedLoop, seconds: float) -> Level | None:
         tokens=sum(answer.tokens for answer in answers),
         p50_s=p50_s,
         p95_s=p95_s,
-        stages={
-            stage: StageLoad(requests=len(by_stage[stage]), busy_s=sum(by_stage[stage]))
-            for stage in STAGE_SERVERS
-            if stage in by_stage
-        },
+        stages={name: StageLoad(requests=len(own), busy_s=sum(own)) for name, own in by_stage.items() if own},
     )

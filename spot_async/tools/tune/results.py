@@ -30,9 +30,8 @@ def terminal_tables(tuning: Tuning) -> list[Table]:
     """Return one table per server, with the knee marked, and one of what is recommended."""
     tables = []
     for ramp in tuning.ramps:
-        note = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
         table = number_table(*HEADINGS, "", title=ramp.server)
-        table.caption = note
+        table.caption = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
         for level in ramp.levels:
             is_knee = level.concurrency == ramp.knee
             table.add_row(
