@@ -37,11 +37,8 @@ class LogNormal(Section):
         """About the mean length of a response."""
         return (self.median or 0.0) * math.exp(self.sigma**2 / 2)
 
-    def response(self, ordinal: int, seed: int, nth: int) -> float:
+    def tokens(self, ordinal: int, seed: int, nth: int, *, is_probe: bool) -> float:
         return float((self.median or 0.0) * math.exp(self.sigma * np.random.default_rng(seed).standard_normal()))
-
-    def probe(self, ordinal: int, seed: int, nth: int) -> float:
-        return self.response(ordinal, seed, nth)
 
     def prompt(self, ordinal: int) -> float:
         return self.prompts
@@ -70,14 +67,13 @@ class RecordedLengths:
         every = [tokens for prompt in self.prompts for tokens in prompt.responses]
         return sum(every) / len(every)
 
-    def response(self, ordinal: int, seed: int, nth: int) -> float:
-        responses = self._drawn(ordinal).responses
-        return float(responses[nth % len(responses)])
-
-    def probe(self, ordinal: int, seed: int, nth: int) -> float:
-        """Return a probe of the same prompt. Where the run has none, probes are as long as responses."""
-        probes = self._drawn(ordinal).probes
-        return probes[nth % len(probes)] if probes else self.response(seed, seed, 0)
+    def tokens(self, ordinal: int, seed: int, nth: int, *, is_probe: bool) -> float:
+        """Return a length of the same prompt. Where that has no probes, they are as long as any responses."""
+        drawn = self._drawn(ordinal)
+        if is_probe and not drawn.probes:
+            return float(self._drawn(seed).responses[0])
+        own = drawn.probes if is_probe else drawn.responses
+        return float(own[nth % len(own)])
 
     def prompt(self, ordinal: int) -> float:
         return self._drawn(ordinal).tokens
@@ -114,7 +110,7 @@ class Workload:
         is_probe = most < self.most
         nth = asked[ordinal, is_probe]
         asked[ordinal, is_probe] += 1
-        tokens = (self.lengths.probe if is_probe else self.lengths.response)(ordinal, seed, nth)
+        tokens = self.lengths.tokens(ordinal, seed, nth, is_probe=is_probe)
         return max(1, min(most, round(tokens / self.grain)))
 
     def scored(self, ordinal: int, grains: int) -> float:

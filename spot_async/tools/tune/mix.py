@@ -59,10 +59,6 @@ class Template:
     begins: bool = False  # whether it asks for a response from its beginning, of which a prompt is all that it needs
     prompt_tokens: int = 0  # before the response
 
-    @property
-    def server(self) -> str:
-        return STAGE_SERVERS[self.stage]
-
 
 @dataclass(frozen=True)
 class Request:
@@ -182,5 +178,7 @@ def _scored(templates: Sequence[Template]) -> list[int]:
 
 def by_server(templates: Sequence[Template]) -> dict[str, list[Template]]:
     """Return the templates by the server that they ask, in the order of the stages."""
-    found = {server: [t for t in templates if t.server == server] for server in dict.fromkeys(STAGE_SERVERS.values())}
+    found = {server: list[Template]() for server in STAGE_SERVERS.values()}
+    for template in templates:
+        found[STAGE_SERVERS[template.stage]].append(template)
     return {server: own for server, own in found.items() if own}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +156,8 @@ async def measure(
         paid = paid_keys(config)
         ramps: list[Ramp] = []
         skipped: list[str] = []
-        for server, own in by_server(templates).items():
+        noted = by_server(templates)
+        for server, own in noted.items():
             if server in paid and not options.is_paid:
                 skipped.append(
                     f"{server}: not ramped, because {paid[server][0]} is set: --paid --limit-requests N does"
@@ -171,12 +171,11 @@ async def measure(
         for role, account in accounts.items():
             if account.prices is not None:
                 tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
-        asked = Counter(template.server for template in templates)
         measured = Tuning(
             measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
             seconds=options.seconds,
             prompts=len(prompts),
-            requests_per_prompt={server: count / len(prompts) for server, count in asked.items()},
+            requests_per_prompt={server: len(own) / len(prompts) for server, own in noted.items()},
             ramps=ramps,
             warnings=skipped,
         )
