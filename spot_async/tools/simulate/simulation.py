@@ -277,11 +277,11 @@ def _outcome(
     rows, lags, total_s = observed.rows, observed.lags, observed.seconds
     iteration_s, train_s = total_s / len(rows), sum(each.train_s for each in rows) / len(rows)
     # What they did in this time, so that none can have done more than its rate allows.
-    servers_s = {
-        role: worked * workload.grain / len(rows) / _tokens_per_s(rates, role)
-        for role, worked in observed.worked.items()
-        if rates.of(role).tokens_per_s is not None
-    }
+    servers_s = {}
+    for role, worked in observed.worked.items():
+        own = rates.of(role)
+        if own.tokens_per_s is not None:
+            servers_s[role] = worked * workload.grain / len(rows) / (own.tokens_per_s * (own.replicas or 1))
     bottleneck = observed.bottleneck
     return Outcome(
         max_staleness=staleness,
@@ -300,11 +300,6 @@ def _outcome(
         orchestrator_cores=observed.cpu_s / total_s,
         rows=rows,
     )
-
-
-def _tokens_per_s(rates: ClusterRates, role: str) -> float:
-    own = rates.of(role)
-    return (own.tokens_per_s or 1.0) * (own.replicas or 1)
 
 
 def bound(

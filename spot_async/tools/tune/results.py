@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.base.files import as_json, open_regular, reading
+from spot_async.base.files import open_regular, reading
 from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, write_files
+from spot_async.tools.pages.page import Plot, Section
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.simulate.measured import ENDED, Recommendation, Tuning
 
@@ -92,9 +93,10 @@ def check_output(config: Path, output: Path) -> None:
         raise ConfigError(f"-o {output}: no directory {str(output.parent)!r}")
 
 
-def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) -> str:
+def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: Sequence[str]) -> str:
     """Return a configuration with `config` as its base, to be written to `output`. Each key stands under its reason."""
     base = os.path.relpath(config.resolve(), output.resolve().parent)
+    quoted = msgspec.json.encode(base).decode()  # a JSON string is a YAML one
     lines = [
         f"{FIRST_LINE} on {tuning.measured}: spot-async train {output}",
         f"# {tuning.prompts} prompts' requests, {tuning.seconds:g} s a server; figures are beside this file.",
@@ -102,7 +104,7 @@ def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) ->
     if overrides:
         lines += [f"# Measured with {' '.join(overrides)}: give these again."]
     lines += _comment([*tuning.warnings, *tuning.advice])
-    lines += ["", f"base: {_quoted(base)}"]
+    lines += ["", f"base: {quoted}"]
     stages = [each for each in tuning.recommendations if each.key.startswith("stages.")]
     for each in (each for each in tuning.recommendations if each not in stages):
         lines += ["", *_comment([_change(each)]), f"{each.key}: {each.recommended}"]
@@ -118,15 +120,6 @@ def _change(each: Recommendation) -> str:
     return f"{change}; {each.reason}"
 
 
-def write(tuning: Tuning, config: Path, output: Path, overrides: list[str]) -> None:
-    """Write both files. Raises DataError if one cannot be written."""
-    contents = {
-        output: as_yaml(tuning, config, output, overrides).encode(),
-        output.with_suffix(".json"): as_json(tuning),
-    }
-    write_files(contents, "-o")
-
-
 def _comment(texts: list[str], indent: int = 0) -> list[str]:
     """Return texts as wrapped comment lines. No text, not even a server's words, can break out of its comment."""
     start = " " * indent + "# "
@@ -136,7 +129,3 @@ def _comment(texts: list[str], indent: int = 0) -> list[str]:
         for text in plain
         for line in textwrap.wrap(text, COLUMNS, initial_indent=start, subsequent_indent=start + "  ")
     ]
-
-
-def _quoted(path: str) -> str:
-    return msgspec.json.encode(path).decode()  # a JSON string is a YAML one

@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.base.files import as_json
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import first_line
@@ -30,12 +31,13 @@ from spot_async.running.services import SENDING_WEIGHTS, Companions, StartListen
 from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
+from spot_async.tools.pages.page import write_files
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
 from spot_async.tools.tune.choice import choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import RampLimits, ramp, without_limits
-from spot_async.tools.tune.results import terminal_tables, write
+from spot_async.tools.tune.results import as_yaml, terminal_tables
 from spot_async.types import PolicyNeeds
 
 PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
@@ -101,11 +103,12 @@ def run(
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for line in tuning.advice:
         screen.print(Text(line), soft_wrap=True)
-    output, overrides = options.output, options.overrides
-    write(tuning, options.source, output, list(overrides))
+    output, overrides, figures = options.output, options.overrides, options.output.with_suffix(".json")
+    contents = {output: as_yaml(tuning, options.source, output, overrides).encode(), figures: as_json(tuning)}
+    write_files(contents, "-o")
     train = " ".join(["spot-async train", str(output), *overrides])
     screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
-    plots = f"spot-async report RUN --tuning {output.with_suffix('.json')}"
+    plots = f"spot-async report RUN --tuning {figures}"
     screen.print(Text(f"plots in the report of a run: {plots}"), soft_wrap=True)
 
 
