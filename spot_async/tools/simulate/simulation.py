@@ -207,7 +207,7 @@ async def observe(
     config: Config, rates: ClusterRates, workload: Workload, staleness: int, first: int, last: int
 ) -> Observer:
     """Run to the end, a little beyond the `last` iteration, and return what came after the `first`."""
-    policy, batch_size = make_policy(config), config.training.batch_size
+    policy = make_policy(config)
     servers = {role: _servers(role, rates, workload) for role in served_models(config, policy.needs)}
     is_base = policy.needs.reference and "reference" not in servers
     async with AsyncExitStack() as stack:
@@ -233,9 +233,8 @@ async def observe(
             sampling=config.sampling.model_copy(update={"max_response_tokens": workload.most}),
             seed=config.run.seed,
             iterations=last + staleness,
-            batch_size=batch_size,
+            batch_size=config.training.batch_size,
             max_staleness=staleness,
-            capacity_prompts=(staleness + 1) * batch_size,
             capacity_bytes=config.queue.capacity_bytes,
         )
         live = LiveBottleneck(
