@@ -27,7 +27,7 @@ from spot_async.checks.served import PAID_KEYS
 from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.running.assembly import make_stages, make_verifier
-from spot_async.running.services import SENDING_WEIGHTS, Companions, StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
@@ -139,16 +139,12 @@ async def measure(
     verifier = make_verifier(config, RunSpending({}))
     unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
 
-    def step(name: str) -> None:
-        if name == SENDING_WEIGHTS:
-            tell(name)
-
     async with open_services(
         plan.served,
         directory,
         run=(config, plan),
         directly=True,
-        beside=Companions(entered=[verifier], listener=StartListener(step=step, warn=tell)),
+        beside=Companions(entered=[verifier], listener=StartListener(step=tell, warn=tell)),
     ) as services:
         accounts = services.spending.accounts
         schedule = iter(plan.schedule)
