@@ -155,21 +155,13 @@ def tune(
     server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.tools.tune.choice import check_run
-    from spot_async.tools.tune.results import check_output
-    from spot_async.tools.tune.tune_command import TuneOptions, check_options
-
-    output = output or config.with_name(f"{config.stem}.tuned.yaml")
-    options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
-    settings = load_config(config, overrides or ()).with_teacher(teacher, "tune")
-    check_output(config, output)
-    check_options(settings, options)
-    if run is not None:
-        check_run(run, settings)
-    settings = downloaded(settings)
-    plan = plan_training(settings)
-
     from spot_async.tools.tune import tune_command
 
+    output = output or config.with_name(f"{config.stem}.tuned.yaml")
+    options = tune_command.TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
+    settings = load_config(config, overrides or ()).with_teacher(teacher, "tune")
+    tune_command.check_options(settings, options)
+    settings = downloaded(settings)
+    plan = plan_training(settings)
     with working_directory(directory) as path:
         tune_command.run(screen, settings, plan, path, options)

@@ -34,10 +34,10 @@ from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.page import write_files
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
-from spot_async.tools.tune.choice import choose
+from spot_async.tools.tune.choice import check_run, choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import RampLimits, ramp, without_limits
-from spot_async.tools.tune.results import as_yaml, terminal_tables
+from spot_async.tools.tune.results import as_yaml, check_output, terminal_tables
 from spot_async.types import PolicyNeeds
 
 PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
@@ -67,12 +67,18 @@ def paid_keys(config: Config) -> dict[str, list[str]]:
 
 
 def check_options(config: Config, options: TuneOptions) -> None:
-    """Raise ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint without any bound."""
+    """Raise ConfigError for what must not be written to, a run that asks no teacher, and a paid ramp without a bound.
+
+    Raises DataError for an earlier run that is not enough to simulate with.
+    """
+    check_output(options.source, options.output)
     if config.teacher is not None and config.teacher.replay:
         raise ConfigError("teacher.replay: a replay asks no teacher, so none can be tuned; set teacher.replay=false")
     if options.is_paid and options.limit_requests is None and (paid := paid_keys(config)):
         key = next(iter(paid.values()))[0]
         raise ConfigError(f"--paid: {key} is set, so give --limit-requests too: nothing else bounds what is spent")
+    if options.run is not None:
+        check_run(options.run, config)
 
 
 def run(
