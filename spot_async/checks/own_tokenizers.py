@@ -102,8 +102,8 @@ def read_texts(own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Pr
             *(is_digit.sum(), (is_digit & is_single).sum(), len(reading.ids)),
         ]
         longest = max(longest, int(tokens_of.max(initial=0)))
-        ours, theirs = reading.starts
-        ours, theirs = ours[:-1], reading.ids[theirs[:-1]]  # all but the end
+        starts = [np.flatnonzero(np.diff(each, prepend=UNKNOWN) > 0)[:-1] for each in (reading.ours, reading.theirs)]
+        ours, theirs = starts[0], reading.ids[starts[1]]  # all chunks but the end
         np.add.at(chunks, theirs, 1)
         np.add.at(longer, theirs[lengths[0][ids[ours]] > lengths[1][theirs]], 1)
         if not unlike and not is_known.all():

@@ -6,13 +6,14 @@ in place of them: each token is a chunk. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spot_async.types import BoolArray, Float64Array, FloatArray, IntArray
 
 UNKNOWN = -1  # in place of a chunk
+NOTHING: IntArray = np.zeros(0, np.int32)
 SURE_NATS = -1e-6  # a chunk of a likelier response is as good as certain, and its tokens share evenly
 
 
@@ -23,14 +24,9 @@ class Reading:
     ids: IntArray  # (M,) what the teacher reads, up to the end of the last chunk
     theirs: IntArray  # (M,) the chunk of each of them
     ours: IntArray  # (T,) the chunk of each token of the response, or UNKNOWN
-    # (E,) the teacher's other ends, whose probabilities belong to that of the last token
-    added_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-    @property
-    def starts(self) -> tuple[IntArray, IntArray]:
-        """Where chunks (C,) start: positions in the response, and in `ids`."""
-        ours, theirs = (np.flatnonzero(np.diff(each, prepend=UNKNOWN) > 0) for each in (self.ours, self.theirs))
-        return ours.astype(np.int32), theirs.astype(np.int32)
+    our_starts: IntArray  # (T,) how many bytes of its chunk stand before each token of the response
+    their_starts: IntArray  # (M,) likewise
+    added_ids: IntArray  # (E,) the teacher's other ends, whose probabilities belong to that of the last token
 
     def joined(self, chunks: IntArray) -> Reading:
         """Return the reading where the teacher's tokens (M,) are known by chunks of their own, and each holds both."""
@@ -46,7 +42,7 @@ class Reading:
         chunks = int(self.theirs[tokens])  # the first that does not fit
         kept = int(np.searchsorted(self.theirs, chunks))
         ours = np.where(self.ours < chunks, self.ours, UNKNOWN).astype(np.int32)
-        return Reading(self.ids[:kept], self.theirs[:kept], ours)
+        return Reading(self.ids[:kept], self.theirs[:kept], ours, self.our_starts, self.their_starts[:kept], NOTHING)
 
 
 def chunk_sums(values: FloatArray | Float64Array, chunks: IntArray | None) -> Float64Array:

@@ -176,7 +176,8 @@ class SameTokens:
         """Return the response (T,) as the teacher scores it. The plan has seen to it that it is not too long."""
         ids = self._ends.as_teachers(response_ids)
         chunks = np.arange(len(ids), dtype=np.int32)
-        return Reading(ids, chunks, chunks, self._ends.summed_with_last(response_ids))
+        starts = np.zeros(len(ids), np.int32)
+        return Reading(ids, chunks, chunks, starts, starts, self._ends.summed_with_last(response_ids))
 
     def wider(self, said: TokenScores, top_k: int, widest: int | None) -> int | None:
         """Return the top-k to ask for instead of `top_k`, if the student has too few of those that were served."""

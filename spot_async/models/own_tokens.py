@@ -84,7 +84,7 @@ class OwnTokens:
         """Rows that hold fewer of the student's tokens than were asked for have no others."""
 
     def scores(self, said: TokenScores, reading: Reading, top_k: int) -> TokenScores:
-        """Return the sums of chunks, in even parts, as the scores of the student's tokens; rows where chunks start.
+        """Return the sums of chunks, in even parts, as the scores of the student's tokens, and rows.
 
         A chunk is known if all tokens that the teacher read there are. The first is not if one of both begins whatever
         it writes with a blank: the teacher reads that chunk otherwise than it would write it.
@@ -104,9 +104,8 @@ class OwnTokens:
         if top_k:
             if self._placement is None:
                 raise ContractError("the policy asks for the teacher's top-k, and its needs do not state it")
-            ours, theirs = reading.starts
-            has_row = said.known_rows[theirs] & is_known
-            rows.put(ours[has_row], self._placement.rows(said, theirs[has_row], top_k))
+            known = np.flatnonzero(chunks != UNKNOWN)
+            rows.put(known, self._placement.rows(said, reading, known, top_k))
         return TokenScores(
             logprobs=logprobs,
             topk_ids=rows.ids,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spot_async.models.chunks import UNKNOWN, Reading
+from spot_async.models.chunks import NOTHING, UNKNOWN, Reading
 from spot_async.models.token_bytes import TokenBytes, text_at_start
 from spot_async.types import IntArray
 
@@ -33,11 +33,14 @@ class _Part:
     ids: IntArray
     theirs: IntArray
     ours: IntArray
+    their_starts: IntArray
+    our_starts: IntArray
     is_whole: bool  # else nothing behind it can be read either
 
     @classmethod
     def one(cls, token_id: int) -> _Part:
-        return cls(np.array([token_id]), np.zeros(1, np.int32), np.zeros(1, np.int32), is_whole=True)
+        zero = np.zeros(1, np.int32)
+        return cls(np.array([token_id]), zero, zero, zero, zero, is_whole=True)
 
     @property
     def chunks(self) -> int:
@@ -112,6 +115,9 @@ class Retokenizer:
             ids=_joined(part.ids for part in parts),
             theirs=_joined(part.theirs + first for part, first in zip(parts, first_chunks, strict=False)),
             ours=np.concatenate([known, np.full(len(ids) - len(known), UNKNOWN, np.int32)]),
+            our_starts=np.pad(_joined(part.our_starts for part in parts), (0, len(ids) - len(known))),
+            their_starts=_joined(part.their_starts for part in parts),
+            added_ids=NOTHING,
         )
 
     def _pieces(self, ids: IntArray) -> list[IntArray]:
@@ -126,7 +132,7 @@ class Retokenizer:
             return self._read_text(ids, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands)
         if token_id in self._counterparts:
             return _Part.one(self._counterparts[token_id])
-        return _Part(ids[:0], ids[:0], np.array([UNKNOWN]), is_whole=False)
+        return _Part(NOTHING, NOTHING, np.array([UNKNOWN]), NOTHING, np.zeros(1, np.int32), is_whole=False)
 
     def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> _Part:
         contents = self._source.contents(ids.tolist())
@@ -143,13 +149,18 @@ class Retokenizer:
         is_open = (breaks_off or is_cut) and not as_it_stands
         last = equal - 1 if is_open and equal == len(text) else equal
         borders = borders[(borders > 0) & (borders <= last)]
-        ours = np.full(len(ids), UNKNOWN, np.int32)
+        ours, our_starts = np.full(len(ids), UNKNOWN, np.int32), np.zeros(len(ids), np.int32)
         ours[: len(our_ends)] = np.searchsorted(borders, our_ends)
         ours[ours == len(borders)] = UNKNOWN
         theirs = np.searchsorted(borders, their_ends).astype(np.int32)
         theirs = theirs[theirs < len(borders)]
+        first_bytes = np.concatenate([[0], borders])
+        known = np.flatnonzero(ours != UNKNOWN)
+        our_starts[known] = np.append(0, our_ends)[known] - first_bytes[ours[known]]
+        their_starts = (np.append(0, their_ends)[: len(theirs)] - first_bytes[theirs]).astype(np.int32)
+        their_known = np.array(their_ids[: len(theirs)], np.int32)
         is_whole = not is_cut and equal == len(text)
-        return _Part(np.array(their_ids[: len(theirs)], np.int32), theirs, ours, is_whole=is_whole)
+        return _Part(their_known, theirs, ours, their_starts, our_starts, is_whole=is_whole)
 
 
 def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

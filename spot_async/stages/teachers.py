@@ -123,7 +123,7 @@ class BoundTeacher:
         read_ids, offered, reader = self._read(prompt_ids), self._teacher.capabilities, self._teacher.reader
         most = None if offered is None else offered.max_context_tokens - len(read_ids)
         reading = reader.read(response_ids, most)
-        if not len(reading.ids):  # nothing of it is text that the teacher could read
+        if len(response_ids) and not len(reading.ids):  # nothing of it is text that the teacher could read
             return reader.scores(NOTHING_SCORED, reading, top_k)
         # A server that names tokens by text may know a response's own token where it does not know the likeliest.
         least = 1 if offered is None or offered.every_position else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
 import chunk_laws
@@ -405,7 +407,7 @@ def placed(
 def test_a_row_has_each_candidates_mass_at_the_first_token_that_the_student_has_for_it():
     """Both `1` and `2` of the digits' teacher are tokens of the student, and `12`, `123` begin with its `1`."""
     row = {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.1}
-    found, is_valid, scores = placed("bytes", "sentences", "1a", row, {}, at=1)
+    found, is_valid, scores = placed("bytes", "sentences", "=a", row, {}, at=1)
     assert (found, is_valid) == ({"1": 0.8, "=": 0.1}, True)
     assert scores.topk_ids[1, 2] == NO_TOKEN
     assert scores.topk_logprobs[1, 2] == LEAST_NATS
@@ -413,7 +415,7 @@ def test_a_row_has_each_candidates_mass_at_the_first_token_that_the_student_has_
     assert scores.entropy_lower[1] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
     others = len(TABLES["bytes"].bytes_of) - 2
     assert scores.entropy_upper[1] == pytest.approx(scores.entropy_lower[1] + 0.1 * np.log(others), abs=1e-5)
-    found, _, _ = placed("bytes", "sentences", "1a", row, {}, k=1, at=1)
+    found, _, _ = placed("bytes", "sentences", "=a", row, {}, k=1, at=1)
     assert found == {"1": 0.8}
 
 
@@ -425,19 +427,56 @@ def test_the_digit_trap_has_no_row():
     assert placed("numbers", "bytes", "12", {"=": 0.9, "1": 0.01}, {"1": 0.8})[:2] == ({"=": 0.9}, True)
 
 
-def test_rows_stand_where_chunks_start_and_are_known():
-    share = np.zeros(len(TABLES["bytes"].bytes_of), np.float32)
-    pair = PAIRS["numbers", "bytes"].with_rows(share)
-    reading = pair.read(ended("1234 = 12"))
-    said = rows_said([{"1": 0.5, "2": 0.25}] * len(reading.ids), "bytes")
-    known = np.ones(len(reading.ids), np.bool_)
-    known[0] = False
-    scores = pair.scores(msgspec.structs.replace(said, valid=known), reading, 2)
-    starts = np.diff(reading.ours, prepend=UNKNOWN) > 0
-    assert scores.known_rows.tolist() == [bool(start) and place > 0 for place, start in enumerate(starts)]
-    assert (scores.topk_ids[scores.known_rows] != NO_TOKEN).all()
-    with pytest.raises(ContractError, match="its needs do not state it"):
-        PAIRS["numbers", "bytes"].scores(said, reading, 2)
+def test_a_row_behind_a_token_that_might_have_gone_on_is_a_mixture():
+    """The teacher read `1` (probability e^-1) and might have read `12` or `123`: the student's next may be a digit."""
+    row = {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.1}
+    (found, is_valid, _), ended = placed("bytes", "sentences", "1=", row, {}, at=1), np.exp(-1.0)
+    total = ended + 0.6
+    assert is_valid
+    assert found == {
+        "2": pytest.approx(0.6 / total, abs=1e-4),
+        "1": pytest.approx(0.8 * ended / total, abs=1e-4),
+        "=": pytest.approx(0.1 * ended / total, abs=1e-4),
+    }
+
+
+def test_inside_a_token_of_the_teacher_longer_ones_say_how_it_goes_on():
+    row = {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.2}
+    found, is_valid, scores = placed("bytes", "sentences", "=12", row, {}, at=2)
+    assert scores.chunks.tolist()[1:] == [1, 1, 2], "the digits are one token of the teacher"
+    assert (found, is_valid) == ({"2": 0.75}, True), "had it ended, nobody knows what would follow"
+    unlisted = {"12": 0.2, "=": 0.3}  # what the row does not show may begin with a 1, too
+    assert placed("bytes", "sentences", "=12", unlisted, {}, at=2)[1] is False
+
+
+NUMBERED = {"1": 0.2, "12": 0.3, "123": 0.1, "2": 0.15, "=": 0.25}
+
+
+@pytest.mark.parametrize("words", [["=", "1", "="], ["=", "12", "="], ["=", "2", "="], ["=", "123", "=", "2"]])
+def test_rows_are_those_of_the_text_if_the_teacher_draws_its_tokens_independently(words):
+    pair = PAIRS["bytes", "sentences"].with_rows(np.zeros(len(TABLES["sentences"].bytes_of), np.float32))
+    response = np.array([*_without_blank("bytes", "".join(words)), BYTES.eos_token_id], np.int32)
+    reading = pair.read(response)
+    assert SENTENCES.convert_ids_to_tokens(reading.ids.tolist()[:-1]) == words
+    own = [*(math.log(NUMBERED[word]) for word in words), 0.0]
+    said = msgspec.structs.replace(rows_said([NUMBERED] * len(own), "sentences"), logprobs=np.array(own, np.float32))
+    scores = pair.scores(said, reading, 4)
+    position = 0
+    for word in words:
+        for length in range(1, len(word) + 1):
+            position += 1
+            begun = {name: mass for name, mass in NUMBERED.items() if name.startswith(word[:length])}
+            expected: Counter[str] = Counter()
+            for name, mass in begun.items():
+                if len(name) > length:
+                    expected[name[length]] += mass / sum(begun.values())
+                elif length == len(word):  # it ended, and another begins
+                    for other, next_mass in NUMBERED.items():
+                        expected[other[0]] += mass / sum(begun.values()) * next_mass
+            ids, masses = scores.topk_ids[position].tolist(), np.exp(scores.topk_logprobs[position]).tolist()
+            found = {BYTES.convert_ids_to_tokens(i): mass for i, mass in zip(ids, masses, strict=True) if i >= 0}
+            assert found == pytest.approx(dict(expected), abs=1e-5)
+            assert scores.rows[position]
 
 
 def test_ends_and_special_tokens_have_their_own_place_and_others_of_the_teachers_ends_none():
