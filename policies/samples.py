@@ -89,7 +89,7 @@ def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[s
             sizes = chunk_sums(np.ones(len(known)), each.chunks)
             metrics[f"{area}/chunked"] = float((sizes[known] > 1).mean())
             if each.topk_ids.shape[1]:
-                metrics[f"{area}/rows"] = float(rows.sum() / (1.0 / sizes[known]).sum())  # of the chunks' starts
+                metrics[f"{area}/rows"] = float(rows[known].mean())
         if rows.any():
             metrics[f"{area}/entropy_nats"] = float(each.entropy[rows].mean())
         if name and student is not None and (both := known & np.isfinite(student)).any():
