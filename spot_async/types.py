@@ -547,8 +547,6 @@ class BehindUrl(msgspec.Struct, frozen=True, kw_only=True):
 
     servers: int | None  # at least so many; None if nothing tells them apart
     differing: tuple[str, ...]  # what they said differently: process, version, weights
-    session_header: str | None = None  # which was tried, where there are several
-    session_keeps: bool | None = None  # whether requests that share its value reached one server
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,8 +29,6 @@ MODELS = "/v1/models"
 NO_ROUTE = (404, 405)
 OWNERS = {"vllm": ("vLLM", "vllm"), "sglang": ("SGLang", "sglang"), "spot-async": ("`spot-async serve`", "local")}
 CONNECTIONS = 8  # two servers behind a balancer that chooses at random look like one once in 128 times
-SESSIONS = 3
-SESSION_HEADER = "X-Session-ID"
 OWN_CONNECTION = {"Connection": "close"}
 IsOther: TypeAlias = Callable[[RequestError], bool]
 PROCESS = "process"  # which process answers; what else is asked may differ between servers, and should not
@@ -157,38 +155,27 @@ async def ask_behind(server: RemoteServer, sayings: Mapping[str, Saying], *, dea
     """Return what answered at an attached server's address; None for a server that we started."""
     if not server.settings.is_attached:
         return None
-    async with AsyncExitStack() as stack:
-        plain = await stack.enter_async_context(server.connection(OWN_CONNECTION))
+    async with server.connection(OWN_CONNECTION) as endpoint:
         said = {
-            what: await _said(plain, saying, CONNECTIONS, deadline=deadline)
+            what: await _said(endpoint, saying, deadline=deadline)
             for what, saying in sayings.items()  # not at once: each adds to the load of a server at work
         }
-        found = behind(said)
-        if PROCESS not in found.differing:
-            return found
-        of_sessions = []
-        for number in range(SESSIONS):
-            session = OWN_CONNECTION | {SESSION_HEADER: f"spot-async-check-{number}"}
-            endpoint = await stack.enter_async_context(server.connection(session))
-            of_sessions.append(await _said(endpoint, sayings[PROCESS], CONNECTIONS, deadline=deadline))
-        return behind(said, of_sessions)
+    return behind(said)
 
 
-def behind(said: Mapping[str, Sequence[str]], of_sessions: Sequence[Sequence[str]] = ()) -> BehindUrl:
-    """Conclude from what was `said` over several connections, and within each of several sessions."""
+def behind(said: Mapping[str, Sequence[str]]) -> BehindUrl:
+    """Conclude from what was `said` over several connections."""
     different = {what: len({*answers}) for what, answers in said.items()}
     most = max(different.values(), default=0)
     return BehindUrl(
         servers=most if different.get(PROCESS) or most > 1 else None,
         differing=tuple(what for what, count in different.items() if count > 1),
-        session_header=SESSION_HEADER if of_sessions else None,
-        session_keeps=all(len({*answers}) == 1 for answers in of_sessions) if of_sessions else None,
     )
 
 
-async def _said(endpoint: HttpEndpoint, saying: Saying, times: int, *, deadline: float) -> list[str]:
-    """Ask so many times at once; leave out what was not answered."""
-    answers = await gather(_answer(endpoint, saying, deadline) for _ in range(times))
+async def _said(endpoint: HttpEndpoint, saying: Saying, *, deadline: float) -> list[str]:
+    """Ask over all connections at once; leave out what was not answered."""
+    answers = await gather(_answer(endpoint, saying, deadline) for _ in range(CONNECTIONS))
     return [answer for answer in answers if answer is not None]
 
 

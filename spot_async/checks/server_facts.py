@@ -22,11 +22,7 @@ AS_SAID = (  # of `Capabilities`, by the same names in JSON
     *("logprob_convention", "prefix_caching", "abort", "weight_update", "in_flight_updates", "weight_transport"),
 )
 PARTS = {  # of answers, by their names in JSON
-    "behind": {
-        "servers_behind_url": "servers",
-        "session_header": "session_header",
-        "session_keeps_server": "session_keeps",
-    },
+    "behind": {"servers_behind_url": "servers"},
     "noise": {"noise_alone_nats": "alone", "noise_together_nats": "largest"},
     "rows": {"masked_share": "masked", "score_rows": "order"},
     "own_prompts": {"first_token_logprob": "first", "other_tokens_logprob": "rest"},

@@ -1,11 +1,10 @@
-"""How many servers are behind one url: stand-ins of vLLM behind a balancer that takes turns, or keeps to sessions."""
+"""How many servers are behind one url: stand-ins of vLLM behind a balancer that takes turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -40,29 +39,13 @@ class Process(StandIn):
 
 
 @contextlib.asynccontextmanager
-async def balancer(servers: list[StandIn], *, keeps_sessions: bool) -> AsyncIterator[str]:
-    """Give each connection to the next server, or all of a session to one."""
+async def balancer(servers: list[StandIn]) -> AsyncIterator[str]:
+    """Give each connection to the next server."""
     turns = itertools.cycle(servers)
-    sessions: dict[str, StandIn] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        session = re.search(rb"x-session-id: (\S+)", head, re.I)
-        chosen = next(turns)
-        if session and keeps_sessions:
-            chosen = sessions.setdefault(session[1].decode(), chosen)
-        again = asyncio.StreamReader()
-        again.feed_data(head)
-
-        async def rest() -> None:
-            while data := await reader.read(1 << 16):
-                again.feed_data(data)
-            again.feed_eof()
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(rest())
-            await chosen.serve(again, writer)
-            writer.close()
+        await next(turns).serve(reader, writer)
+        writer.close()
 
     with contextlib.closing(await asyncio.start_server(serve, "127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -73,23 +56,20 @@ def model(random_model):
     return random_model(max_position_embeddings=64)
 
 
-async def found(
-    model, tmp_path, started, *, keeps_sessions=False, versions=("0.32.0", "0.32.0"), throttled=0
-) -> BehindUrl:
+async def found(model, tmp_path, started, *, versions=("0.32.0", "0.32.0"), throttled=0) -> BehindUrl:
     servers = []
     for start, version in zip(started, versions, strict=False):
         servers.append(Process(model, load_tokenizer(model), version=version))
         servers[-1].started, servers[-1].throttled = start, throttled
-    async with balancer(servers, keeps_sessions=keeps_sessions) as url:
+    async with balancer(servers) as url:
         backend = VllmBackend(VllmBackend.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)
         async with backend:
             return await backend.behind_url(deadline=asyncio.get_running_loop().time() + 30)
 
 
-@pytest.mark.parametrize("keeps_sessions", [True, False])
-async def test_two_servers_at_one_url_are_told_apart_and_whether_sessions_are_kept(model, tmp_path, keeps_sessions):
-    said = await found(model, tmp_path, ["1.5", "2.5"], keeps_sessions=keeps_sessions, versions=("0.32.0", "0.31.0"))
-    assert (said.servers, said.session_keeps) == (2, keeps_sessions)
+async def test_two_servers_at_one_url_are_told_apart(model, tmp_path):
+    said = await found(model, tmp_path, ["1.5", "2.5"], versions=("0.32.0", "0.31.0"))
+    assert said.servers == 2
     assert said.differing == ("process", "version")
 
 
@@ -132,10 +112,6 @@ def test_a_student_behind_a_balancer_is_refused_and_unlike_teachers_are_warned_o
         (BehindUrl(servers=None, differing=()), "unknown"),
         (BehindUrl(servers=1, differing=()), "one"),
         (BehindUrl(servers=2, differing=()), "at least 2"),
-        (
-            BehindUrl(servers=2, differing=(), session_header="X-Session-ID", session_keeps=True),
-            "at least 2; X-Session-ID keeps requests on one",
-        ),
     ],
 )
 def test_check_shows_how_many_servers_are_behind_a_url(behind, words):

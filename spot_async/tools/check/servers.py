@@ -181,12 +181,9 @@ def _behind(facts: ServerFacts) -> str:
     behind = known(facts.behind)
     if behind is None:
         return ""
-    if behind.servers is None or behind.servers == 1:
-        return "unknown" if behind.servers is None else "one"
-    if behind.session_header is None:
-        return f"at least {behind.servers}"
-    keeps = "keeps requests on one" if behind.session_keeps else "does not keep requests on one"
-    return f"at least {behind.servers}; {behind.session_header} {keeps}"
+    if behind.servers is None:
+        return "unknown"
+    return "one" if behind.servers == 1 else f"at least {behind.servers}"
 
 
 def _masked(facts: ServerFacts) -> str:
