@@ -107,8 +107,7 @@ class KdPolicy:
         if not len(response.token_ids):  # as where it begins with a special token that the student does not have
             record["left_out"] = "nothing of the teacher's response is in the student's tokens"
             return Sample(supervision=None, metrics=metrics, record=record)
-        terms = self._terms(taught, stages)
-        supervision = on_policy(prompt, foreign(response), soft_targets=terms)
+        supervision = on_policy(prompt, foreign(response), soft_targets=self._terms(taught, stages))
         return Sample(supervision=supervision, metrics=metrics, record=record)
 
     def _terms(self, taught: Taught, stages: PromptStages) -> tuple[SoftTargets, ...]:

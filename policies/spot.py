@@ -263,7 +263,7 @@ class SpotPolicy:
     def _eligible(
         self, probeable: BoolArray, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> Int64Array:
-        """Return the probeable positions (E,) where the teacher has candidates, up to the answer if that is skipped."""
+        """Return the positions (E,) where a probe may begin and the teacher has candidates."""
         has_choice = (scores.topk_ids[:, :2] != NO_TOKEN).all(axis=1)
         eligible = np.flatnonzero(probeable & scores.known_rows & has_choice)
         if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:

@@ -55,7 +55,8 @@ class TextsRead:
     read: int  # tokens that the teacher reads
     chunks: IntArray  # (V,) that start with each token of the teacher
     longer: IntArray  # (V,) of these, where the student's token is longer
-    is_digit: BoolArray  # (V,) whether it begins with a digit
+    is_number: BoolArray  # (V,) whether it begins with a digit
+    for_rows: bool  # many texts were read, since the policy needs rows
     unlike: str = ""  # the first place that the teacher's tokenizer changes
 
     @property
@@ -68,11 +69,22 @@ class TextsRead:
         chunks = self.chunks if among is None else np.where(among, self.chunks, 0)
         return float(chunks[self.longer_share < MOST_MISPLACED].sum() / max(1, chunks.sum()))
 
+    def doubts(self, role: str) -> list[str]:
+        """Return a line for each kind of place of which many can have no row, where the policy needs rows."""
+        kinds = {"of the places where both tokenizers have a border": None, "of those before a number": self.is_number}
+        return [
+            f"{role}.tokenizer=own: {self.placed(among):.0%} {kind} can have its distribution, and what a policy "
+            "learns from distributions, it learns there alone"
+            for kind, among in kinds.items()
+            if self.for_rows and self.chunks[slice(None) if among is None else among].any()
+            if self.placed(among) < MOST_DOUBTED
+        ]
+
     @property
     def words(self) -> list[str]:
         """Lines for people."""
         ratio = self.read / max(1, self.known)
-        numbers = f", of numbers {self.placed(self.is_digit):.0%}" if self.chunks[self.is_digit].any() else ""
+        numbers = f", of numbers {self.placed(self.is_number):.0%}" if self.chunks[self.is_number].any() else ""
         return [
             f"{self.singles / self.tokens:.0%} of the problems' tokens one to one"
             + (f", of digits {self.single_digits / self.digits:.0%}" if self.digits else "")
@@ -110,35 +122,24 @@ def read_texts(own_tokens: OwnTokens, student: ModelFiles, problems: Sequence[Pr
             first = int(np.argmin(is_known))
             unlike = f"{student.vocabulary.whole_text(ids[first : first + 4])!r} in problem {problem.id!r}"
     tokens, known, singles, digits, single_digits, read = sums.tolist()
-    is_digit = _begins_with_digit(own_tokens.teacher.table, np.arange(len(chunks), dtype=np.int32))
+    is_number = _begins_with_digit(own_tokens.teacher.table, np.arange(len(chunks), dtype=np.int32))
     return TextsRead(
-        tokens, known, singles, digits, single_digits, longest, read, chunks, longer, is_digit=is_digit, unlike=unlike
+        tokens, known, singles, digits, single_digits, longest, read, chunks, longer, is_number, rows, unlike
     )
 
 
-def check_texts(role: str, kind: str, found: TextsRead, *, rows: bool) -> None:
+def check_texts(role: str, kind: str, found: TextsRead) -> None:
     """Raise ConfigError if the teacher reads another text than is there, or has too few rows for policy `kind`."""
     if found.known < LEAST_KNOWN * found.tokens:
         raise ConfigError(
             f"{role}.tokenizer=own: it reads only {found.known / found.tokens:.0%} of the tokens of the problems as "
             f"they are written, and not {found.unlike}: it rewrites text, and its scores would be of another one"
         )
-    if rows and found.placed() < LEAST_PLACED:
+    if found.for_rows and found.placed() < LEAST_PLACED:
         raise ConfigError(
             f"{role}.tokenizer=own: policy {kind} needs its distribution, and {found.placed():.0%} of the places where "
             "both tokenizers have a border can have one: use opd"
         )
-
-
-def doubts_of(role: str, found: TextsRead) -> list[str]:
-    """Return a line for each kind of place of which many can have no row."""
-    kinds = {"of the places where both tokenizers have a border": None, "of those before a number": found.is_digit}
-    return [
-        f"{role}.tokenizer=own: {found.placed(among):.0%} {kind} can have its distribution, and what a policy learns "
-        "from distributions, it learns there alone"
-        for kind, among in kinds.items()
-        if found.chunks[slice(None) if among is None else among].any() and found.placed(among) < MOST_DOUBTED
-    ]
 
 
 def _lengths(table: TokenBytes) -> Int64Array:

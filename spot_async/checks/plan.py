@@ -18,7 +18,7 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
-from spot_async.checks.own_tokenizers import TextsRead, doubts_of
+from spot_async.checks.own_tokenizers import TextsRead
 from spot_async.checks.plan_inputs import (
     PlannedModels,
     check_ends,
@@ -286,7 +286,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
             for role in plan.own_tokens
             if plan.teachers[role].vocabulary.fingerprint == plan.student.vocabulary.fingerprint
         ],
-        *_doubted_rows(plan),
+        *[line for role, read in plan.texts_read.items() for line in read.doubts(role)],
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,
@@ -295,12 +295,6 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
     ]
-
-
-def _doubted_rows(plan: TrainPlan) -> list[str]:
-    if not plan.policy.needs.teacher_rows:
-        return []
-    return [line for role, read in plan.texts_read.items() for line in doubts_of(role, read)]
 
 
 def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:

@@ -171,7 +171,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     own_tokens, texts_read, rows = dict(models.own_tokens), {}, needs.teacher_rows
     for role, reader in own_tokens.items():
         found = texts_read[role] = read_texts(reader, student, problems, rows=rows)
-        check_texts(role, config.policy.kind, found, rows=rows)
+        check_texts(role, config.policy.kind, found)
         if rows:
             own_tokens[role] = reader.with_rows(found.longer_share)
     for key, loaded in sets.items():

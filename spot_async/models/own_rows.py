@@ -35,7 +35,6 @@ from spot_async.types import (
 )
 
 MOST_MISPLACED = 0.05  # of a row's probability, expected on other tokens than where it is placed
-LEAST_MASS = 1e-12
 OFTEN_LONGER = 0.5  # a candidate behind which the student goes on so often has no place
 
 
@@ -52,15 +51,9 @@ class Rows:
     @classmethod
     def none(cls, count: int, top_k: int) -> Rows:
         """Return rows of which nothing is known."""
-        shape = (count, top_k)
-        logprobs = np.full(shape, LEAST_NATS, np.float32)
         lower, upper = np.zeros((2, count), np.float32)
-        return cls(np.full(shape, NO_TOKEN, np.int32), logprobs, lower, upper, np.zeros(count, np.bool_))
-
-    def put(self, positions: Int64Array, rows: Rows) -> None:
-        """Put the rows (N,) at positions (N,)."""
-        for own, other in zip(vars(self).values(), vars(rows).values(), strict=True):
-            own[positions] = other
+        logprobs = np.full((count, top_k), LEAST_NATS, np.float32)
+        return cls(np.full((count, top_k), NO_TOKEN, np.int32), logprobs, lower, upper, np.zeros(count, np.bool_))
 
 
 class Placement:
@@ -76,12 +69,11 @@ class Placement:
         self._first = np.array([self._first_token(content or b"") for content in teacher.bytes_of], np.int64)
         self._first[teacher.special] = NO_TOKEN
         self._first[list(special)] = list(special.values())
-        self._first[self._first >= self._width] = NO_TOKEN  # it has no row in the student's softmax
         self._longer = longer
         self._rests: dict[bytes, int] = {}
 
     def rows(self, said: TokenScores, reading: Reading, positions: Int64Array, top_k: int) -> Rows:
-        """Return rows (C,) at positions (C,) of the response, all of which the teacher knows."""
+        """Return rows (T,), of which those at positions (C,) of the response are known to the teacher."""
         masses, is_row = np.exp(said.topk_logprobs.astype(np.float64)), said.known_rows
         scale = max(reading.our_starts.max(initial=0), reading.their_starts.max(initial=0)) + 1
         places = reading.ours[positions].astype(np.int64) * scale + reading.our_starts[positions]
@@ -102,7 +94,8 @@ class Placement:
             behind[row] = ended / total if total else 0.0
             parts += [(row, student_token, mass / total) for student_token, mass in longer]
             if not is_start[row]:  # what its row does not show may go on like this, too
-                unsure[row] = 1.0 - total / (total + max(LEAST_MASS, 1.0 - float(masses[last].sum())))
+                hidden = max(0.0, 1.0 - float(masses[last].sum()))
+                unsure[row] = hidden / (total + hidden) if hidden else 0.0
             if not is_row[last]:
                 unsure[row] = 1.0
         rows = np.flatnonzero(is_start & (behind > 0))
@@ -113,13 +106,15 @@ class Placement:
         first = np.where(longer_share > OFTEN_LONGER, NO_TOKEN, self._first[ids])
         of_row, candidate = np.nonzero(first != NO_TOKEN)
         going_on = np.array(parts).reshape(-1, 3)
-        return self._joined(
-            np.concatenate([rows[of_row], going_on[:, 0].astype(np.int64)]),
+        found = self._joined(
+            positions[np.concatenate([rows[of_row], going_on[:, 0].astype(np.int64)])],
             np.concatenate([first[of_row, candidate], going_on[:, 1].astype(np.int64)]),
             np.concatenate([ahead[of_row, candidate], going_on[:, 2]]),
-            unsure < MOST_MISPLACED,
+            len(reading.ours),
             top_k,
         )
+        found.valid[positions] = (unsure < MOST_MISPLACED) & (found.ids[positions, :1] != NO_TOKEN).all(axis=1)
+        return found
 
     def _going_on(self, ids: IntArray, masses: Float64Array, read: bytes) -> tuple[float, list[tuple[int, float]]]:
         """Return how likely the token ends behind what was read, and how longer ones go on: the student's tokens."""
@@ -137,7 +132,7 @@ class Placement:
                 ended += mass
         return ended, longer
 
-    def _joined(self, rows: Int64Array, tokens: Int64Array, masses: Float64Array, valid: BoolArray, top_k: int) -> Rows:
+    def _joined(self, rows: Int64Array, tokens: Int64Array, masses: Float64Array, count: int, top_k: int) -> Rows:
         """Return rows of probabilities (N,) of tokens (N,). What is the same token of a row is one."""
         placed = tokens != NO_TOKEN
         cells, cell_of = np.unique(rows[placed] * self._width + tokens[placed], return_inverse=True)
@@ -146,7 +141,7 @@ class Placement:
         order = np.lexsort((-mass, row))
         row, cells, mass = row[order], cells[order] % self._width, mass[order]
         rank = np.arange(len(row)) - np.searchsorted(row, row)
-        found, count = Rows.none(len(valid), top_k), len(valid)
+        found = Rows.none(count, top_k)
         kept = rank < top_k
         found.ids[row[kept], rank[kept]] = cells[kept]
         found.logprobs[row[kept], rank[kept]] = np.log(np.maximum(mass[kept], np.exp(LEAST_NATS)))
@@ -155,7 +150,6 @@ class Placement:
         known = np.bincount(row, weights=_surprise(mass), minlength=count)
         found.entropy_lower[:] = known + _surprise(others)
         found.entropy_upper[:] = known + _surprise(others) + others * np.log(np.maximum(self._width - widths, 1))
-        found.valid[:] = valid & (widths > 0)
         return found
 
     def _first_token(self, content: bytes) -> int:

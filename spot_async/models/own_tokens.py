@@ -100,12 +100,11 @@ class OwnTokens:
         chunks, logprobs = np.full(len(reading.ours), UNKNOWN, np.int32), np.zeros(len(reading.ours), np.float32)
         chunks[in_chunk] = np.where(is_known[whose], whose, UNKNOWN)
         logprobs[in_chunk] = (of_chunk / np.bincount(whose, minlength=len(of_chunk)))[whose]
-        rows = Rows.none(len(chunks), top_k)
+        rows, placement = Rows.none(len(chunks), top_k), self._placement
         if top_k:
-            if self._placement is None:
+            if placement is None:
                 raise ContractError("the policy asks for the teacher's top-k, and its needs do not state it")
-            known = np.flatnonzero(chunks != UNKNOWN)
-            rows.put(known, self._placement.rows(said, reading, known, top_k))
+            rows = placement.rows(said, reading, np.flatnonzero(chunks != UNKNOWN), top_k)
         return TokenScores(
             logprobs=logprobs,
             topk_ids=rows.ids,

@@ -158,9 +158,9 @@ class Retokenizer:
         known = np.flatnonzero(ours != UNKNOWN)
         our_starts[known] = np.append(0, our_ends)[known] - first_bytes[ours[known]]
         their_starts = (np.append(0, their_ends)[: len(theirs)] - first_bytes[theirs]).astype(np.int32)
-        their_known = np.array(their_ids[: len(theirs)], np.int32)
         is_whole = not is_cut and equal == len(text)
-        return _Part(their_known, theirs, ours, their_starts, our_starts, is_whole=is_whole)
+        known_ids = np.array(their_ids[: len(theirs)], np.int32)
+        return _Part(known_ids, theirs, ours, their_starts, our_starts, is_whole=is_whole)
 
 
 def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -60,11 +60,6 @@ def check_no_less(before: Capabilities, name: str, found: Capabilities) -> None:
             )
 
 
-def of_own_tokens(teacher: Capabilities) -> Capabilities:
-    """Return what a teacher with a tokenizer of its own says of the student's tokens."""
-    return msgspec.structs.replace(teacher, exact_entropy=False, candidate_logprobs="none", max_position_top_k=0)
-
-
 def combined(all_of: Sequence[Capabilities]) -> Capabilities:
     """Return what every server offers, since any of them may be asked.
 

@@ -23,7 +23,7 @@ from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, Policy
-from spot_async.replicas.capabilities import combined, of_own_tokens
+from spot_async.replicas.capabilities import combined
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.requests import PromptRequests, content, given, identity, nothing
@@ -103,6 +103,9 @@ class Stages:
             same = (services.vocabulary.end_token_ids, (service.vocabulary or services.vocabulary).end_token_ids)
             ends = EndTokens(*same, limits.score.end_token)
             offered = services.capabilities.get(role)
+            if offered is not None and service.own_tokens is not None:  # of the student's tokens it says less
+                less = {"exact_entropy": False, "candidate_logprobs": "none", "max_position_top_k": 0}
+                offered = msgspec.structs.replace(offered, **less)
             return TeacherStages(
                 name=name,
                 role=role,
@@ -110,7 +113,7 @@ class Stages:
                 follows=role in services.following,
                 is_base=role in services.are_base,
                 needs=needs,
-                capabilities=offered if service.own_tokens is None or offered is None else of_own_tokens(offered),
+                capabilities=offered,
                 reader=service.own_tokens or SameTokens(ends, services.common, role),
                 score=stage("score", server, limits.score, name),
                 response=stage(
