@@ -167,6 +167,9 @@ class SameTokens:
     the student's tokens (`scores`, `positions`, `written`), and what it is asked becomes its own (the others).
     """
 
+    ends: tuple[int, ...] | None = None  # what ends its responses ends the student's
+    most_for_one = 1
+
     def __init__(self, ends: EndTokens, common: CommonVocabulary, role: str = "teacher") -> None:
         self._ends, self._common, self._role = ends, common, role
         self.prefix = self.stop = ends.swapped
@@ -197,14 +200,6 @@ class SameTokens:
                 "are common to all models: leave others out by `common_candidates`; they belong to the tail"
             )
         return self._ends.swapped(token_ids)
-
-    def ends(self, stop_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what ends its responses: what ends the student's."""
-        return stop_token_ids
-
-    def room(self, tokens: int) -> int:
-        """Return how many tokens it may write for so many of the student's."""
-        return tokens
 
     def written(self, response: Generation, *, is_start: bool) -> Generation:
         return foreign(msgspec.structs.replace(response, token_ids=self._ends.swapped(response.token_ids)))

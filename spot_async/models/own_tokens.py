@@ -23,7 +23,6 @@ from spot_async.models.retokenizing import Encoder, Retokenizer
 from spot_async.models.token_bytes import TokenBytes
 from spot_async.types import NO_TOKEN, FloatArray, Generation, IntArray, ScoredPositions, TokenScores
 
-MOST_FOR_ONE = 2  # tokens that a teacher may write for one of the student's
 NOT_ASKED = "reads in tokens of its own (tokenizer=own), and nobody knows which of them these would be"
 
 
@@ -31,6 +30,7 @@ class OwnTokens:
     """Both tokenizers, and what is equal in them besides text: special tokens, and the ends of responses."""
 
     limit: int | None = None  # it may write all of its tokens
+    most_for_one = 2  # tokens that it may write for one of the student's; a text that is too long is cut
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class OwnTokens:
         entry. Raises ConfigError for a text that is no token.
         """
         self.student, self.teacher = student, teacher
-        self._student_ends, self._ends = frozenset(student_ends), tuple(teacher_ends)
+        self._student_ends, self.ends = frozenset(student_ends), tuple(teacher_ends)
         self._other_ends = np.array(teacher_ends[1:] if end_score == "sum" else (), np.int32)
         known = _counterparts(student.table, teacher.table, special_tokens or {}).items()
         self._counterparts = {ours: its for ours, its in known if ours < len(student.table.bytes_of)}
@@ -65,7 +65,7 @@ class OwnTokens:
     def with_rows(self, longer: FloatArray) -> OwnTokens:
         """Return the same with rows. `longer` (V,): how often the student goes on where a token of the teacher ends."""
         placed = copy.copy(self)
-        special = self._ours_of | dict.fromkeys(self._ends[1:], NO_TOKEN)
+        special = self._ours_of | dict.fromkeys(self.ends[1:], NO_TOKEN)
         placed._placement = Placement(self.teacher.table, self.student, special, longer)
         return placed
 
@@ -140,14 +140,6 @@ class OwnTokens:
             return np.array([self._counterparts[token_id] for token_id in token_ids.tolist()], np.int32)
         except KeyError as error:
             raise ContractError(f"the policy stops the teacher at token {error}, and it {NOT_ASKED}") from None
-
-    def ends(self, stop_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what ends its responses, where `stop_token_ids` do in the student's tokens."""
-        return self._ends
-
-    def room(self, tokens: int) -> int:
-        """Return how many tokens it may write for so many of the student's: what is too much is cut off."""
-        return MOST_FOR_ONE * tokens
 
     def written(self, response: Generation, *, is_start: bool) -> Generation:
         """Return a response of the teacher in the student's tokens, without log-probabilities: no student sampled it.

@@ -246,7 +246,7 @@ class BoundStages:
     def _teacher(self, name: str) -> BoundTeacher:
         teacher = self._stages.teacher(name or self._prompt.problem.teacher)
         note_read = partial(self._note_read, teacher.service.vocabulary or self._stages.services.vocabulary)
-        ends = teacher.reader.ends(self._stages.stop_token_ids)
+        ends = teacher.reader.ends or self._stages.stop_token_ids
         requests = self._requests_at(teacher.service.temperature, ends, teacher.reader.limit)
         return BoundTeacher(teacher, self._prompt, requests, note_read)
 

@@ -111,7 +111,7 @@ class BoundTeacher:
             request,
             read_ids,
             reader.prefix(prefix),
-            most=reader.room(room),
+            most=reader.most_for_one * room,
             stop=reader.stop(np.asarray(stop, np.int32)).tolist(),
             generate=generate,
         )

@@ -25,10 +25,7 @@ async def test_a_teacher_is_asked_for_no_more_than_has_room_in_its_context_and_f
     room: list[int | None] = []
 
     class Own:
-        limit = None
-
-        def ends(self, stop_token_ids: Any) -> Any:
-            return stop_token_ids
+        limit = ends = None
 
         def read(self, response_ids: Any, most_tokens: int | None = None) -> Reading:
             room.append(most_tokens)
