@@ -21,7 +21,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary, WeightVersion
-from spot_async.types import Generation, SamplingSettings, VersionSpan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 LEFT = [*string.ascii_lowercase[:16], *"+-="]
@@ -37,9 +36,9 @@ def with_bytes(role: str, directory: Path) -> Path:
     return directory
 
 
-def with_joined_tokens(directory: Path, role: str = "teacher") -> Path:
-    """Write the files of a model without weights, whose tokenizer joins."""
-    with_bytes(role, directory)
+def with_joined_tokens(directory: Path) -> Path:
+    """Write the files of a teacher without weights, whose tokenizer joins."""
+    with_bytes("teacher", directory)
     (directory / "model.safetensors").unlink()
     path = directory / "tokenizer.json"
     tree = json.loads(path.read_text())
@@ -86,43 +85,10 @@ class JoinedTeacher:
             exact_entropy=False,
             candidate_logprobs="none",
             weight_update=False,
-            generation=True,
-            sampled_token_ids=False,  # as an endpoint of text: what it writes has no log-probabilities
+            generation=False,
             abort=False,
             score_temperature="one",
             server="joined",
-        )
-
-    async def generate(
-        self,
-        prompt_ids: Any,
-        sampling: SamplingSettings,
-        *,
-        top_k: int = 0,
-        session: str | None = None,
-        deadline: float,
-    ) -> Generation:
-        async with asyncio.timeout_at(deadline), self._one_at_a_time:
-            return await asyncio.to_thread(self._generate, prompt_ids, sampling)
-
-    @torch.inference_mode()
-    def _generate(self, prompt_ids: Any, sampling: SamplingSettings) -> Generation:
-        """Write a text in parts, and join them."""
-        torch.set_num_threads(1)
-        torch.manual_seed(sampling.seed or 0)
-        before = self._in_parts(prompt_ids)
-        settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 2 * sampling.max_tokens, "pad_token_id": 0}
-        whole = self._model.generate(torch.tensor([before]), temperature=sampling.temperature, **settings)
-        parts = whole[0, len(before) :].tolist()
-        ended = parts[-1] in self._known.end_token_ids
-        text = self._known.tokenizer.decode(parts[: len(parts) - ended])
-        ids = [*self._files.encode(text).tolist(), *([self._files.end_token_ids[0]] if ended else [])]
-        ids = ids[: sampling.max_tokens]
-        return Generation(
-            token_ids=np.array(ids, np.int32),
-            logprobs=np.zeros(len(ids), np.float32),
-            finish_reason="stop" if ids[-1] in sampling.stop_token_ids else "length",
-            version_spans=(VersionSpan(0, len(ids), WeightVersion(0, 0)),),
         )
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
