@@ -149,7 +149,7 @@ class OwnTokens:
         """
         blank = b" " if is_start and self.teacher.adds_blank and not self.student.adds_blank else b""
         reading = self._to_student.read(response.token_ids, as_it_stands=True, without=blank)
-        is_whole = bool((reading.ours != UNKNOWN).all())
+        is_whole = (reading.ours != UNKNOWN).all()
         return foreign(
             Generation(
                 token_ids=reading.ids,

@@ -175,7 +175,8 @@ class BoundStages:
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
-        self._requests = self._requests_at(None, stages.stop_token_ids, stages.services.common.limit)
+        limit = stages.services.common.limit
+        self._requests = PromptRequests(prompt, stages.settings, stages.stop_token_ids, limit)
         # What a teacher read before each response, where that was not the student's prompt, by the response's ids.
         self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
         self._plain: dict[int, bytes] = {}  # whole responses of the student's to the prompt: their ids, by number
@@ -247,13 +248,8 @@ class BoundStages:
         teacher = self._stages.teacher(name or self._prompt.problem.teacher)
         note_read = partial(self._note_read, teacher.service.vocabulary or self._stages.services.vocabulary)
         ends = teacher.reader.ends or self._stages.stop_token_ids
-        requests = self._requests_at(teacher.service.temperature, ends, teacher.reader.limit)
-        return BoundTeacher(teacher, self._prompt, requests, note_read)
-
-    def _requests_at(
-        self, temperature: float | None, stop_token_ids: tuple[int, ...], vocab_limit: int | None
-    ) -> PromptRequests:
-        return PromptRequests(self._prompt, self._stages.settings, stop_token_ids, vocab_limit, temperature)
+        own = ends, teacher.reader.limit, teacher.service.temperature
+        return BoundTeacher(teacher, self._prompt, PromptRequests(self._prompt, self._stages.settings, *own), note_read)
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         services = self._stages.services

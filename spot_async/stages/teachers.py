@@ -106,12 +106,15 @@ class BoundTeacher:
             asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
             return self._kept(Generation, asked, lambda: self._requests.generate(stage, context_ids, settings))
 
-        room = self._requests.longest(prefix, max_tokens)
+        room, own_prefix = self._requests.longest(prefix, max_tokens), reader.prefix(prefix)
+        most = reader.most_for_one * room
+        if teacher.capabilities is not None:  # in its context the student's room has place, and maybe no more
+            most = min(most, max(room, teacher.capabilities.max_context_tokens - len(read_ids) - len(own_prefix)))
         response = await self._requests.continued(
             request,
             read_ids,
-            reader.prefix(prefix),
-            most=reader.most_for_one * room,
+            own_prefix,
+            most=most,
             stop=reader.stop(np.asarray(stop, np.int32)).tolist(),
             generate=generate,
         )

@@ -119,7 +119,15 @@ async def test_the_score_of_a_padded_row_is_that_of_the_row_without_and_nothing_
     assert (found.outcome, found.certain.any()) == ("uncertain", False)
 
 
-def test_spot_probes_no_row_of_one_candidate_and_none_that_is_missing():
+def test_spot_probes_no_row_of_one_candidate_and_none_that_is_unknown():
+    policy: Any = make_policy(SpotPolicy, policy_context(), positions=1)
+    scores = both(50)[1]
+    scores.topk_ids[1, 1:], scores.rows[2] = NO_TOKEN, False
+    eligible = policy._eligible(np.ones(TOKENS, np.bool_), generation(np.arange(TOKENS)), scores, None)
+    assert eligible.tolist() == [0, 3, 4]
+
+
+def test_a_branch_of_fewer_candidates_is_a_row_that_ends_early():
     policy: Any = make_policy(SpotPolicy, policy_context(), positions=1, score_top_k=4, probe_top_k=3, baseline=0.5)
     branches: Any = [
         SimpleNamespace(position=place, candidate_ids=ids, target=np.full(len(ids), 1 / len(ids)), prior=np.ones(1))

@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
+from spot_async.config import SamplingConfig
 from spot_async.models.chunks import Reading
 from spot_async.run_directory.samples import SampleRecord
 from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.stages.teachers import NOTHING_SCORED
-from spot_async.testing.services import capabilities
+from spot_async.testing.services import capabilities, generation
 from spot_async.tools.inspect.view import token_label
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
@@ -58,6 +60,37 @@ async def test_a_teacher_is_asked_for_no_more_than_has_room_in_its_context_and_f
     await stages.score(np.zeros(8, np.int32), top_k=0)
     assert room == [6, 6]
     assert asked == [6]
+
+
+@pytest.mark.parametrize(("context", "most"), [(100, 8), (10, 6), (7, 4)])
+async def test_it_may_write_more_tokens_than_the_student_as_far_as_its_context_allows(context: int, most: int) -> None:
+    asked: list[int] = []
+
+    class Own:
+        limit = ends = None
+        most_for_one = 2
+        prefix = stop = staticmethod(lambda ids: ids)
+        written = staticmethod(lambda response, is_start: response)
+
+    class Teacher:
+        async def generate(self, prompt_ids: Any, sampling: Any, **given: Any) -> Any:
+            asked.append(sampling.max_tokens)
+            return generation(np.full(sampling.max_tokens, 3), finish_reason="length")
+
+    server: Any = Teacher()
+    vocabulary: Any = SimpleNamespace(end_token_ids=(1,))
+    own: Any = Own()
+    services = Services(
+        student=server,
+        verifier=server,
+        vocabulary=vocabulary,
+        teachers={"": TeacherService(server=server, vocabulary=vocabulary, own_tokens=own)},
+        capabilities={"teacher": capabilities(9, max_context_tokens=context)},
+    )
+    settings = StagesSettings(sampling=SamplingConfig(max_response_tokens=4))
+    response = await Stages(services, settings, PolicyNeeds(teacher_responses=1)).for_prompt(PROMPT).teacher_response()
+    assert asked == [most]
+    assert len(response.token_ids) == 4, "and what is too long for the student is cut"
 
 
 def test_inspect_shows_a_chunks_difference_at_each_of_its_tokens() -> None:
