@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
+from spot_async.models.episodes import Action, Observation, Step
 from spot_async.types import (
     BehindUrl,
     Capabilities,
@@ -201,6 +202,29 @@ class Replicated(Protocol):
     @property
     def backends(self) -> Mapping[str, Backend]:
         """The servers' backends by name, as they are now. Callers enter the backend first."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Answers a model's turns: tools, or a world that reads the text.
+
+    Each request carries the whole episode before it. So whoever answers may be killed at any time, and playing again,
+    from any turn, gives what was answered before. One that answers otherwise raises a `PermanentError`.
+    """
+
+    async def opening(self, problem: Problem, *, seed: int, deadline: float) -> str:
+        """Return what follows the problem's text in its prompt; empty if there is nothing. Raises a `RequestError`."""
+
+    async def act(
+        self, problem: Problem, steps: Sequence[Step], action: Action, *, seed: int, deadline: float
+    ) -> Observation:
+        """Return what is answered to an action behind these steps. Raises a `RequestError`.
+
+        What a tool raises is an answer; what the environment itself fails at is an error.
+        """
+
+    async def reward(self, problem: Problem, steps: Sequence[Step], *, seed: int, deadline: float) -> float | None:
+        """Return what an episode of these steps is worth; None if the environment does not say."""
 
 
 class Verifier(Protocol):

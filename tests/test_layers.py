@@ -34,6 +34,7 @@ FLOORS = (  # from the top
 )
 GROUND = {"models", "terms", "types", "config", "base", "errors"}
 BESIDE = {  # rooms next to the floors, and what each may import
+    "environments": GROUND | {"protocols"},
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
