@@ -17,7 +17,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PositiveFloat, PositiveInt, RoutedSettings
 from spot_async.models.common_vocabulary import common_candidates
-from spot_async.models.responses import foreign, sampled_tokens
+from spot_async.models.responses import counted_tokens, foreign, sampled_tokens
 from spot_async.protocols import PromptStages
 from spot_async.terms import (
     compared,
@@ -233,8 +233,9 @@ class DistillPolicy:
         """Return the rows that compare a teacher with the student on the student's own top-k."""
         assert response.topk_ids is not None
         assert response.topk_logprobs is not None
-        positions = np.arange(len(response.token_ids), dtype=np.int32)
-        ids, _ = common_candidates(response.topk_ids, response.topk_logprobs, self._vocab_limit)
+        positions = np.flatnonzero(counted_tokens(response)).astype(np.int32)
+        students = response.topk_ids[positions], response.topk_logprobs[positions]
+        ids, _ = common_candidates(*students, self._vocab_limit)
         logprobs = await stages.teacher_candidates(response.token_ids, positions, ids, teacher=teacher)
         weights = np.full(len(positions), self.settings.weight * stages.teachers[teacher] / len(positions))
         return soft_targets(positions, ids, logprobs, weights, self._divergence, has_tail=self.settings.tail is True)

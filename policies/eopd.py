@@ -14,6 +14,7 @@ from pydantic import Field
 
 from spot_async.base.tasks import both
 from spot_async.config import NonNegativeFloat, PositiveInt, RoutedSettings
+from spot_async.models.responses import counted_tokens
 from spot_async.protocols import PromptStages
 from spot_async.terms import compared, forward_kl, row_bytes
 from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
@@ -57,10 +58,12 @@ class EopdPolicy:
         rows = {name: self._forward(scores[name], share) for name, share in stages.teachers.items()}
         terms = {"pulls": pulls(stages, scores), "soft_targets": tuple(rows.values())}
         sample = student_sample(prompt, stages, rollout, judgement, scores, **terms)
-        gated = {name: len(each.positions) / len(rollout.token_ids) for name, each in rows.items()}
-        unsure = {name: float((each.known & self._uncertain(each, stages)).mean()) for name, each in scores.items()}
+        counted = counted_tokens(rollout)
+        gated = {name: len(each.positions) / counted.sum() for name, each in rows.items()}
+        unsure = {name: (each.known & self._uncertain(each, stages))[counted].mean() for name, each in scores.items()}
         for figure, values in (("gated", gated), ("uncertain", unsure)):
-            sample.metrics[f"eopd/{figure}"] = sum(share * values[name] for name, share in stages.teachers.items())
+            mean = sum(share * values[name] for name, share in stages.teachers.items())
+            sample.metrics[f"eopd/{figure}"] = float(mean)
         sample.record["gated_positions"] = np.unique(np.concatenate([each.positions for each in rows.values()]))
         return [sample]
 

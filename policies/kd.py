@@ -117,4 +117,4 @@ class KdPolicy:
             compared(scores, forward_kl(), top_k=top_k, weight=share * stages.teachers[name], has_tail=False)
             for name, scores in taught.scores.items()
         )
-        return written(taught.response.token_ids, 1 - share), *forward
+        return written(taught.response, 1 - share), *forward

@@ -10,7 +10,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather
 from spot_async.config import teacher_area
 from spot_async.models.chunks import chunk_sums
-from spot_async.models.responses import oldest_version, sampled_tokens
+from spot_async.models.responses import counted_tokens, oldest_version, sampled_tokens
 from spot_async.protocols import PromptStages
 from spot_async.terms import on_policy, pull
 from spot_async.types import (
@@ -24,6 +24,7 @@ from spot_async.types import (
     Sample,
     TokenScores,
     Verdict,
+    VersionSpan,
 )
 
 Scores: TypeAlias = dict[str, TokenScores]  # of one response, by the teacher's name
@@ -84,7 +85,7 @@ def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[s
     for name, each in scores.items():
         area, known, rows = teacher_area(name), each.known, each.known_rows
         if each.valid is not None:
-            metrics[f"{area}/masked"] = 1.0 - float(each.valid.mean())
+            metrics[f"{area}/masked"] = 1.0 - float(each.valid.sum() / (each.counted or len(known)))
         if each.chunks is not None and known.any():
             sizes = chunk_sums(np.ones(len(known)), each.chunks)
             metrics[f"{area}/chunked"] = float((sizes[known] > 1).mean())
@@ -128,13 +129,16 @@ def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, ju
     oldest, record = oldest_version(rollout), response_record(prompt, stages, rollout, judgement)
     record |= {"version": None if oldest is None else str(oldest), "behavior_logprobs": rollout.logprobs}
     if any(span.version is None for span in rollout.version_spans):
-        record["writers"] = [
-            [span.start, span.end, None if span.version is None else str(span.version)]
-            for span in rollout.version_spans
-        ]
+        record["writers"] = [[span.start, span.end, _writer_of(span)] for span in rollout.version_spans]
         sampled = sampled_tokens(rollout)
         record["behavior_logprobs"] = np.where(sampled, rollout.logprobs, np.float32(np.nan))
     return record
+
+
+def _writer_of(span: VersionSpan) -> str | None:
+    if span.is_read:
+        return "environment"
+    return None if span.version is None else str(span.version)
 
 
 def response_record(prompt: Prompt, stages: PromptStages, response: Generation, judgement: Judgement) -> dict[str, Any]:
@@ -166,16 +170,16 @@ def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, floa
     Accuracy counts outcomes only, since missing evidence says nothing about the answer. A problem without an answer has
     neither accuracy nor a share that could not be judged.
     """
-    verdict, sampled = judgement.verdict, sampled_tokens(rollout)
+    verdict, sampled, counted = judgement.verdict, sampled_tokens(rollout), counted_tokens(rollout)
     if not sampled.any():
         return {"rollout/foreign": 1.0}
     metrics = {
-        "rollout/tokens": float(len(rollout.token_ids)),
+        "rollout/tokens": float(counted.sum()),
         "rollout/truncated": float(rollout.finish_reason == "length"),
         "rollout/entropy_nats": -float(rollout.logprobs[sampled].mean()),
     }
-    if not sampled.all():
-        metrics["rollout/foreign"] = 1.0 - float(sampled.mean())
+    if (counted & ~sampled).any():
+        metrics["rollout/foreign"] = 1.0 - float(sampled[counted].mean())
     if verdict is not Verdict.UNJUDGED:
         metrics["rollout/unverified"] = float(verdict.is_missing)
     if verdict.reward is not None:

@@ -20,6 +20,7 @@ from spot_async.errors import StorageError as StorageError
 from spot_async.errors import TrainerError as TrainerError
 from spot_async.models.common_vocabulary import common_candidates as common_candidates
 from spot_async.models.files import read_model as read_model
+from spot_async.models.responses import counted_tokens as counted_tokens
 from spot_async.models.responses import first_tokens as first_tokens
 from spot_async.models.responses import foreign as foreign
 from spot_async.models.responses import joined as joined

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from spot_async.errors import ContractError
 from spot_async.models.chunks import chunk_means, chunk_shares, chunk_sums, whole_chunks
 from spot_async.models.common_vocabulary import tails_with
-from spot_async.models.responses import oldest_version, sampled_tokens
+from spot_async.models.responses import counted_tokens, oldest_version, sampled_tokens
 from spot_async.types import (
     LEAST_NATS,
     BoolArray,
@@ -108,9 +108,9 @@ def compared(
 ) -> SoftTargets:
     """Return a comparison with the teacher's top-k at each position that the scores know, weighted `weight / T`.
 
-    `where` (T,) keeps only some positions, and `weight` is a number or (T,). Without a tail the teacher is
-    renormalised, which teaches that there are no other tokens. A conditional divergence never has a tail, since it
-    renormalises the student too.
+    This mean is over what was answered and not only read. `where` (T,) keeps only some positions, and `weight` is a
+    number or (T,). Without a tail the teacher is renormalised, which teaches that there are no other tokens. A
+    conditional divergence never has a tail, since it renormalises the student too.
 
     Raises ContractError without a tail where the teacher reads in tokens of its own: of some of its distribution nobody
     knows where it belongs.
@@ -122,7 +122,7 @@ def compared(
             "student, so rows are compared with their tail: give has_tail=True, and a divergence that has one"
         )
     positions = np.flatnonzero(scores.known_rows if where is None else scores.known_rows & _mask(where, tokens))
-    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
+    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / (scores.counted or tokens), (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
     tails = tails_with(scores.tail_logprobs, scores.topk_logprobs[:, k:])
     return soft_targets(
@@ -181,15 +181,20 @@ def soft_targets(
     )
 
 
-def written(response_ids: IntArray, weight: npt.ArrayLike = 1.0, *, where: BoolArray | None = None) -> SoftTargets:
+def written(
+    response: Generation | IntArray, weight: npt.ArrayLike = 1.0, *, where: BoolArray | None = None
+) -> SoftTargets:
     """Return the cross-entropy of the response's own tokens, which is their negative log-likelihood, weighted
     `weight / T`.
 
-    `where` (T,) keeps only some positions, and `weight` is a number or (T,).
+    Of a `Generation` what was only read is left out, and is not in T; bare ids (T,) are all answered. `where` (T,)
+    keeps only some positions, and `weight` is a number or (T,).
     """
+    response_ids = response.token_ids if isinstance(response, Generation) else response
     tokens = len(response_ids)
-    positions = np.arange(tokens) if where is None else np.flatnonzero(_mask(where, tokens))
-    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
+    counted = counted_tokens(response) if isinstance(response, Generation) else np.ones(tokens, np.bool_)
+    positions = np.flatnonzero(counted if where is None else counted & _mask(where, tokens))
+    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / max(1, counted.sum()), (tokens,))
     return SoftTargets(
         positions=positions.astype(np.int32),
         token_ids=response_ids[positions, None],

@@ -221,6 +221,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     start: int
     end: int
     version: WeightVersion | None
+    is_read: bool = False  # nobody answered with these tokens: an environment wrote them, and nothing learns them
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,6 +270,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     # known. Only the sums of `logprobs` over a chunk are the teacher's, in even parts. None: each token is a chunk.
     chunks: IntArray | None = None
     rows: BoolArray | None = None  # (T,) where such a teacher's top-k and entropies are known. None: where scores are
+    counted: int | None = None  # tokens of the response that were answered and not only read; None: all of them
 
     @property
     def known(self) -> BoolArray:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import hypothesis
+import msgspec
 import numpy as np
 import pytest
 import structlog
@@ -41,7 +42,7 @@ from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: 
 from spot_async.base.processes.resources import keep_rows_apart
 from spot_async.config import TrainingConfig
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Divergence, Pull, SoftTargets, Supervision, WeightVersion
+from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 keep_rows_apart()  # as a server does; nothing above computes with torch
 
@@ -336,8 +337,13 @@ def soft_targets() -> Callable[..., SoftTargets]:
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
     """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
     positions that the teacher could not be asked about, divergences of several kinds, pulls beside a reward, baselines
-    beside other targets, a bonus for the entropy, also where there is no policy term."""
+    beside other targets, a bonus for the entropy, also where there is no policy term, tokens that were only read."""
     jsd = Divergence(forward=0.3, reverse=0.7, forward_skew=0.3, reverse_skew=0.7)
+
+    def with_reads(sample: Supervision, *reads: range) -> Supervision:
+        is_read = np.isin(np.arange(len(sample.response_ids)), [t for read in reads for t in read])
+        spans = [VersionSpan(t, t + 1, None if each else sample.version, bool(each)) for t, each in enumerate(is_read)]
+        return msgspec.structs.replace(sample, version_spans=tuple(spans), policy_mask=~is_read)
 
     def make() -> list[Supervision]:
         pulls = (Pull(logprobs=np.full(8, -2.0, np.float32), clip=(-0.5, np.inf)),) * 2
@@ -348,8 +354,11 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
                 2, 30, policy_mask=np.arange(30) % 3 > 0, entropy_bonus=np.linspace(-0.2, 0.4, 30, dtype=np.float32)
             ),
             supervision(3, 5, soft_targets([], 4)),
-            supervision(4, 9, soft_targets([0, 3], 16), soft_targets([8, 0], 4, baseline=0.8)),
-            supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
+            with_reads(supervision(4, 9, soft_targets([0, 3], 16), soft_targets([8, 0], 4, baseline=0.8)), range(4, 7)),
+            with_reads(
+                supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
+                *(range(2, 5), range(11, 17)),
+            ),
             supervision(6, 6, soft_targets([1, 1, 4], 3), pulls=()),
             supervision(
                 7,
@@ -425,13 +434,20 @@ def dense_loss() -> Callable[..., torch.Tensor]:
     from dense_rows import dense_row_loss
 
     def loss_of(model: Any, batch: list[Supervision], training: TrainingConfig, temperature: float) -> torch.Tensor:
-        total_tokens = sum(len(sample.response_ids) for sample in batch)
+        reads = [
+            [t for span in sample.version_spans if span.is_read for t in range(span.start, span.end)]
+            for sample in batch
+        ]
+        total_tokens = sum(len(sample.response_ids) - len(read) for sample, read in zip(batch, reads, strict=True))
         loss = torch.zeros((), dtype=torch.float64)
-        for sample in batch:
+        for sample, read in zip(batch, reads, strict=True):
             prompt, response = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+            counted = len(response) - len(read)
             logits = model(torch.tensor([prompt + response])).logits[0] / temperature
             token_losses = []
             for t, token in enumerate(response):
+                if t in read:
+                    continue
                 logprob = logits[len(prompt) + t - 1].log_softmax(-1)[token]
                 old = float(sample.behavior_logprobs[t])
                 token_loss = torch.zeros((), dtype=torch.float64)
@@ -457,12 +473,12 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                     row = logits[len(prompt) + t - 1].log_softmax(-1)
                     token_loss = token_loss + float(sample.entropy_bonus[t]) * (row.exp() * row).sum()
                 token_losses.append(token_loss)
-            trajectory_loss = sum(token_losses) / len(response)
+            trajectory_loss = sum(token_losses) / counted
             for target in sample.soft_targets:
                 for n, position in enumerate(target.positions.tolist()):
                     row = logits[len(prompt) + position - 1].log_softmax(-1)
                     trajectory_loss = trajectory_loss + float(target.weights[n]) * dense_row_loss(row, target, n)
-            share = 1 / len(batch) if training.loss_aggregation == "sequence_mean" else len(response) / total_tokens
+            share = 1 / len(batch) if training.loss_aggregation == "sequence_mean" else counted / total_tokens
             loss = loss + share * trajectory_loss
         return loss
 

@@ -24,10 +24,10 @@ class RethinkingOpd:
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         y = (rollout := await stages.rollout(top_k=self.asked)).token_ids
-        likely, _ = spot.common_candidates(rollout.topk_ids, rollout.topk_logprobs, self.limit)
-        at, kl = np.arange(len(y), dtype=np.int32), spot.reverse_kl()
+        at, kl = np.flatnonzero(spot.counted_tokens(rollout)).astype(np.int32), spot.reverse_kl()
+        likely, _ = spot.common_candidates(rollout.topk_ids[at], rollout.topk_logprobs[at], self.limit)
         logprobs, judgement = await spot.both(stages.teacher_candidates(y, at, likely), stages.verify(y))
-        targets = spot.soft_targets(at, likely, logprobs, np.full(len(y), 1 / len(y)), kl)
+        targets = spot.soft_targets(at, likely, logprobs, np.full(len(at), 1 / len(at)), kl)
         return [spot.student_sample(prompt, stages, rollout, judgement, soft_targets=(targets,))]
 
     def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:

@@ -23,7 +23,8 @@ class Scope:
         y = (rollout := await stages.rollout()).token_ids
         scores, judgement = await spot.both(stages.score(y, top_k=0), stages.verify(y))
         if judgement.verdict is spot.Verdict.CORRECT:
-            return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=(spot.written(y),))]
+            likelihood = (spot.written(rollout),)
+            return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=likelihood)]
         if judgement.verdict.reward is None:  # neither right nor wrong
             left = spot.student_sample(prompt, stages, rollout, judgement, scores)
             record = left.record | {"left_out": f"verifier: {judgement.verdict}"}

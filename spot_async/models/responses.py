@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -13,13 +13,35 @@ from spot_async.types import BoolArray, Generation, IntArray, Supervision, Versi
 
 def foreign(response: Generation) -> Generation:
     """Return a response as tokens that no student sampled: a teacher's, or the student's own behind another prompt."""
-    tokens = len(response.token_ids)
-    return msgspec.structs.replace(response, version_spans=(VersionSpan(0, tokens, None),) if tokens else ())
+    spans = response.version_spans or (VersionSpan(0, len(response.token_ids), None),)
+    written = [msgspec.structs.replace(span, version=None) for span in spans if span.start < span.end]
+    return msgspec.structs.replace(response, version_spans=tuple(_merged(written)))
+
+
+def read(token_ids: IntArray, top_k: int = 0) -> Generation:
+    """Return what an environment wrote as a piece of a response. It has a top-k of placeholders if others have one."""
+    shape = len(token_ids), top_k
+    return Generation(
+        token_ids=np.asarray(token_ids, np.int32),
+        logprobs=np.zeros(len(token_ids), np.float32),
+        finish_reason="stop",
+        version_spans=(VersionSpan(0, len(token_ids), None, is_read=True),) if len(token_ids) else (),
+        topk_ids=np.broadcast_to(np.arange(top_k, dtype=np.int32), shape) if top_k else None,
+        topk_logprobs=np.zeros(shape, np.float32) if top_k else None,
+    )
 
 
 def oldest_version(response: Generation) -> WeightVersion | None:
     """Return the oldest weights of the student that sampled a token of the response; None where none did."""
     return min((span.version for span in response.version_spans if span.version is not None), default=None)
+
+
+def counted_tokens(response: Generation | Supervision) -> BoolArray:
+    """Return (T,) true where the token is part of an answer, and false where it was only read."""
+    counted = np.ones(len(response.token_ids if isinstance(response, Generation) else response.response_ids), np.bool_)
+    for span in response.version_spans:
+        counted[span.start : span.end] = not span.is_read
+    return counted
 
 
 def sampled_tokens(response: Generation | Supervision) -> BoolArray:
@@ -65,10 +87,7 @@ def joined(*pieces: Generation) -> Generation:
     start = 0
     for piece in written:
         for span in piece.version_spans:
-            if spans and spans[-1].version == span.version:
-                spans[-1] = msgspec.structs.replace(spans[-1], end=start + span.end)
-            else:
-                spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+            spans.append(msgspec.structs.replace(span, start=start + span.start, end=start + span.end))
         start += len(piece.token_ids)
     topk_ids = [piece.topk_ids for piece in written if piece.topk_ids is not None]
     topk_logprobs = [piece.topk_logprobs for piece in written if piece.topk_logprobs is not None]
@@ -77,7 +96,18 @@ def joined(*pieces: Generation) -> Generation:
         token_ids=np.concatenate([piece.token_ids for piece in written]),
         logprobs=np.concatenate([piece.logprobs for piece in written]),
         finish_reason=pieces[-1].finish_reason,
-        version_spans=tuple(spans),
+        version_spans=tuple(_merged(spans)),
         topk_ids=np.concatenate(topk_ids) if has_topk else None,
         topk_logprobs=np.concatenate(topk_logprobs) if has_topk else None,
     )
+
+
+def _merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    """Return spans of which no two neighbours have the same writer."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and (merged[-1].version, merged[-1].is_read) == (span.version, span.is_read):
+            merged[-1] = msgspec.structs.replace(merged[-1], end=span.end)
+        else:
+            merged.append(span)
+    return merged

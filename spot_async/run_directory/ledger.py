@@ -39,7 +39,8 @@ from spot_async.spending.run_spending import metered
 from spot_async.types import Sample
 
 FILE = "ledger.sqlite"
-FORMAT = 5  # 2: a sum of pulls and targets; 3: targets with baselines; 4: a bonus; 5: notes, accuracy, chunks
+# 2: a sum of pulls and targets; 3: targets with baselines; 4: a bonus; 5: notes, accuracy, chunks; 6: tokens only read
+FORMAT = 6
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
 from spot_async.models.chunks import SURE_NATS, UNKNOWN, whole_chunks
+from spot_async.models.responses import counted_tokens
 from spot_async.terms import policy_tokens
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
@@ -128,14 +129,18 @@ def update_shares(
     passes = [layout.passes(share, lengths) for share in layout.shares(lengths, ranks)]
     most = max(map(len, passes))
     names = tuple(map(name_of, mini_batch))
-    tokens = sum(len(sample.response_ids) for sample in mini_batch)
+    tokens = sum(int(counted_tokens(sample).sum()) for sample in mini_batch)
     return [
         UpdateShare(
             names,
             tokens,
             samples={place: mini_batch[place] for group in own for place in group},
             passes=(*map(tuple, own), *[()] * (most - len(own))),
-            old_logprobs={i: old[input_of(mini_batch[i])] for group in own for i in group} if old else None,
+            old_logprobs={
+                i: old[input_of(mini_batch[i])][counted_tokens(mini_batch[i])] for group in own for i in group
+            }
+            if old
+            else None,
         )
         for own in passes
     ]
@@ -204,7 +209,7 @@ class MicroBatch:
     input_ends: Tensor  # (B + 1,) int32: where packed inputs begin and end
     rows: Tensor  # (R,) int64: decision rows, of the (L, hidden) or (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
-    mask: Tensor  # (B, T) bool: true on response tokens, R of them
+    mask: Tensor  # (B, T) bool: true on response tokens that were not only read, R of them
     places: Tensor  # (R,) int64: of the response tokens in (B * T,)
     sampled_at: Tensor  # (B, T) int64: step of the weights that sampled the token; -1 where no student did
     policy_mask: Tensor  # (B, T) bool: response tokens with a policy term, which have a known advantage
@@ -265,14 +270,17 @@ def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Ten
 def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
     """Pack or pad, and concatenate the trajectories of one micro-batch. There may be none."""
     inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples] or [np.zeros(1)]
+    counted = [counted_tokens(s) for s in samples]  # neither the output layer nor a loss sees the others
     input_lengths = tuple(map(len, inputs))
     longest = max(input_lengths)
     starts = np.cumsum([0, *input_lengths]) if is_packed else longest * np.arange(len(inputs))
     known = [policy_tokens(s) if s.has_policy_term else None for s in samples]
-    lengths = [len(s.response_ids) for s in samples]
-    width = max(lengths, default=0)
-    rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
-    mask = _padded([np.ones(n) for n in lengths], width, np.bool_)
+    width = max(map(len, counted), default=0)
+    rows = [
+        np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))][own]
+        for s, own in zip(samples, counted, strict=True)
+    ]
+    mask = _padded(counted, width, np.bool_)
     served = _padded([_where(m, s.behavior_logprobs) for s, m in zip(samples, known, strict=True)], width, np.float32)
     given = _padded([_where(m, s.advantages) for s, m in zip(samples, known, strict=True)], width, np.float32)
     pulls = _collate_pulls(samples, known, width)
@@ -282,7 +290,7 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
         input_lengths=input_lengths,
         input_ends=torch.from_numpy(np.cumsum([0, *input_lengths], dtype=np.int32)),
         rows=_joined([start + own for start, own in zip(starts, rows, strict=False)]),
-        sampled_ids=_joined([s.response_ids for s in samples]),
+        sampled_ids=_joined([s.response_ids[own] for s, own in zip(samples, counted, strict=True)]),
         mask=mask,
         places=mask.flatten().nonzero().flatten(),
         sampled_at=_padded([_steps(s) + 1 for s in samples], width, np.int64) - 1,
@@ -295,14 +303,15 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
         reference_logprobs=_padded([s.reference_logprobs for s in samples], width, np.float32),
         entropy_bonus=_padded([s.entropy_bonus for s in samples], width, np.float32),
         wants_entropies=any(s.entropy_bonus is not None for s in samples),
-        **_collate_soft_targets([s.soft_targets for s in samples], lengths),
+        **_collate_soft_targets([s.soft_targets for s in samples], counted),
     )
 
 
 def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) -> list[Live]:
     """Return what the student said of each sample of a micro-batch, in float32, of all tokens alike (`told`).
 
-    `said` is what `ResponseLogprobs` returns. Rows of soft targets come back in the samples' own order and width.
+    It is NaN of tokens that were only read. `said` is what `ResponseLogprobs` returns. Rows of soft targets come back
+    in the samples' own order and width.
     """
     logprobs, entropies, candidates, tails = (each.cpu().numpy() for each in said)
     assert batch.soft_order is not None
@@ -310,15 +319,18 @@ def live_of(samples: Sequence[Supervision], batch: MicroBatch, *said: Tensor) ->
     candidates, tails = candidates[as_given], tails[as_given]
     found, token, row = [], 0, 0
     for sample in samples:
-        own = slice(token, token := token + len(sample.response_ids))
+        counted = counted_tokens(sample)
+        own = slice(token, token := token + int(counted.sum()))
+        of_tokens = np.full((2, len(counted)), np.nan, np.float32)
+        of_tokens[:, counted] = logprobs[own], entropies[own]
         rows = []
         for each in sample.soft_targets:
             of_it = slice(row, row := row + len(each.positions))
             own_width = candidates[of_it, : each.token_ids.shape[1]].reshape(each.token_ids.shape)
-            of_tokens = np.where(each.token_ids == NO_TOKEN, np.float32(LEAST_NATS), own_width)
-            rows.append(LiveRows(logprobs=of_tokens, tail_logprobs=tails[of_it].copy()))
+            of_cells = np.where(each.token_ids == NO_TOKEN, np.float32(LEAST_NATS), own_width)
+            rows.append(LiveRows(logprobs=of_cells, tail_logprobs=tails[of_it].copy()))
         where = policy_tokens(sample)
-        found.append(Live(logprobs=logprobs[own], entropy=entropies[own], where=where, rows=tuple(rows)))
+        found.append(Live(logprobs=of_tokens[0], entropy=of_tokens[1], where=where, rows=tuple(rows)))
     return found
 
 
@@ -375,12 +387,14 @@ def _collate_pulls(samples: Sequence[Supervision], known: Sequence[BoolArray | N
     return pulls._replace(chunks=torch.from_numpy(chunks)) if has_chunks else pulls
 
 
-def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Sequence[int]) -> dict[str, Any]:
+def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], counted: Sequence[BoolArray]) -> dict[str, Any]:
     """Return the fields of `MicroBatch` that hold soft targets: of each trajectory, in the order of their positions."""
     present = [(i, each) for i, own in enumerate(targets) for each in own if len(each.positions)]
     width = max((each.token_ids.shape[1] for _, each in present), default=0)
-    starts = np.cumsum([0, *lengths])
-    columns = [_columns(each, i, starts[i], width) for i, each in present] or [_columns(NO_TARGETS, 0, 0, width)]
+    starts = np.cumsum([0, *(own.sum() for own in counted)])
+    columns = [
+        _columns(each, i, starts[i] + np.cumsum(counted[i])[each.positions] - 1, width) for i, each in present
+    ] or [_columns(NO_TARGETS, 0, NO_TARGETS.positions, width)]
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
     order = np.argsort(joined[0], kind="stable")
     soft = SoftRows(*(torch.from_numpy(column[order]) for column in joined))
@@ -393,8 +407,8 @@ def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Seq
     }
 
 
-def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> tuple[Array, ...]:
-    """Return the arrays of `SoftRows` for one group of targets, filled up to `width` tokens."""
+def _columns(each: SoftTargets, trajectory: int, rows: Array, width: int) -> tuple[Array, ...]:
+    """Return the arrays of `SoftRows` for one group of targets at `rows` (N,), filled up to `width` tokens."""
     count, k = each.token_ids.shape
     kind = each.divergence or Divergence()
     taught = each.probabilities if each.baselines is None else each.probabilities - each.baselines
@@ -402,7 +416,7 @@ def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> 
     is_token = token_ids != NO_TOKEN
     numbers = [float("inf") if (value := getattr(kind, name)) is None else value for name in DIVERGENCE_FIELDS]
     return (
-        first_row + each.positions.astype(np.int64),
+        rows.astype(np.int64),
         np.full(count, trajectory, np.int64),
         np.where(is_token, token_ids, each.token_ids[:, :1]).astype(np.int64),
         is_token,

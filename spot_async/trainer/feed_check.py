@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.models.chunks import UNKNOWN
+from spot_async.models.responses import counted_tokens
 from spot_async.types import (
     NO_TOKEN,
     Divergence,
@@ -117,6 +118,7 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
             _check_finite(name, values)
     for pull in each.pulls:
         _check_pull(pull)
+    _check_read(each)
     _check_versions(each, live, max_staleness)
     _check_foreign(each)
     for targets in each.soft_targets:
@@ -187,6 +189,25 @@ def _check_foreign(each: Supervision) -> None:
             span.version is not None or not has_term,
             f"tokens [{span.start}, {span.end}) have a policy term, and no student sampled them: set policy_mask to "
             "false there",
+        )
+
+
+def _check_read(each: Supervision) -> None:
+    """Refuse what teaches tokens that were only read: an environment wrote them. `_check_foreign` has policy terms."""
+    counted = counted_tokens(each)
+    _require(bool(counted.any()), "all of its tokens were only read, so there is nothing to teach: leave it out")
+    for span in each.version_spans:
+        _require(
+            not span.is_read or span.version is None,
+            f"tokens [{span.start}, {span.end}) were only read, and yet weights {span.version} sampled them",
+        )
+    bonus = np.zeros(0, np.int32) if each.entropy_bonus is None else np.flatnonzero(each.entropy_bonus)
+    for name, positions in (("entropy_bonus", bonus), *(("soft_targets", own.positions) for own in each.soft_targets)):
+        wrong = positions[~counted[positions]]
+        _require(
+            not len(wrong),
+            "{} teach token {}, which was only read: leave out what `counted_tokens` leaves out",
+            *(name, *wrong[:1]),
         )
 
 

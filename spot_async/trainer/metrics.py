@@ -17,6 +17,7 @@ from torch import Tensor
 from spot_async.base.processes.gpus import operations_per_s
 from spot_async.config import TrainingConfig
 from spot_async.models.model_size import read_size, training_operations
+from spot_async.models.responses import counted_tokens
 from spot_async.trainer.batching import MicroBatch, input_length
 from spot_async.trainer.divergence import divergence_statistics
 from spot_async.trainer.loss import mismatch_statistics, weight_statistics
@@ -215,7 +216,7 @@ class Meters:
             return tokens, math.nan
         operations = 0
         for number, (update, own) in enumerate(zip(updates, lengths, strict=True)):
-            rows = sum(len(sample.response_ids) for sample in update.samples.values())
+            rows = sum(int(counted_tokens(sample).sum()) for sample in update.samples.values())
             recomputes = self._training.recomputes_apart(number) and update.old_logprobs is None
             operations += training_operations(
                 self._size, own, rows, lora=self._training.lora, recomputes_behavior=recomputes

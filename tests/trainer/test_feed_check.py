@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.base import wire
-from spot_async.terms import compared, forward_kl, pull
+from spot_async.terms import compared, forward_kl, pull, written
 from spot_async.testing.services import token_scores
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed, teacher_versions
 from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
@@ -320,6 +320,26 @@ def one_row(
         (
             {"soft_targets": (one_row(Divergence(forward=1.0), [1, 2], [0.5, 0.5], has_tail=False, less=[[0, 0]]),)},
             "soft_targets.baselines stand beside divergence, and only a cross-entropy",
+        ),
+        *(
+            (
+                {
+                    "version_spans": (VersionSpan(0, first, None), VersionSpan(first, 3, version, is_read=True)),
+                    **taught,
+                },
+                said,
+            )
+            for first, version, taught, said in (
+                (1, None, {"soft_targets": (written(np.array([1, 2, 3], np.int32)),)}, r"soft_targets teach token 1, "),
+                (
+                    1,
+                    None,
+                    {"entropy_bonus": np.array([1, 0, 1], np.float32)},
+                    r"entropy_bonus teach token 2, which was",
+                ),
+                (0, None, {}, "all of its tokens were only read, so there is nothing to teach"),
+                (2, WeightVersion(0, 0), {}, r"tokens \[2, 3\) were only read, and yet weights 0.0 sampled them"),
+            )
         ),
     ],
 )

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
+from spot_async.models.responses import counted_tokens
 from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
@@ -196,7 +197,7 @@ def test_report_holds_the_documented_metrics(
     assert metrics["loss_entropy"] != 0
     assert metrics["updates"] == 2
     assert metrics["trajectories"] == 8
-    assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)
+    assert metrics["tokens"] == sum(counted_tokens(sample).sum() for sample in batch)
     assert metrics["branch_positions"] == 3 + 1 + 0 + 3 + 2 + 5  # a repeated one counts once
     known = [slice(None) if s.policy_mask is None else s.policy_mask for s in batch]
     follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.pulls]
