@@ -299,6 +299,7 @@ class StagesConfig(Section):
     candidates: StageConfig = Field(StageConfig(), description="the student's log-probabilities of chosen tokens")
     probe: StageConfig = Field(StageConfig(concurrency=256), description="continuations after a teacher candidate")
     verify: StageConfig = Field(StageConfig(), description="verdicts on responses and branches")
+    environment: StageConfig = Field(StageConfig(), description="answers of the environment")
     teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
     reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 

@@ -94,12 +94,17 @@ class PromptRequests:
         *,
         priority: Priority = (),
         top_k: int = 0,
+        apart: str = "",
     ) -> Coroutine[Any, Any, Generation]:
-        """Ask for what comes after these tokens. `priority` ranks requests of the stage within the prompt."""
+        """Ask for what comes after these tokens. `priority` ranks requests of the stage within the prompt.
+
+        `apart` names an episode, whose short turns are not to wait for the long responses of others.
+        """
+        session = f"{self._session}-{apart}" if apart else self._together
         return stage.ask(
             (self._prompt.ordinal, *priority),
             lambda generator, deadline: generator.generate(
-                prefix_ids, settings, top_k=top_k, session=self._together, deadline=deadline
+                prefix_ids, settings, top_k=top_k, session=session, deadline=deadline
             ),
             session=self._session,
             tokens=len(prefix_ids) + settings.max_tokens,

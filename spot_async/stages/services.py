@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from spot_async.config import SamplingConfig, StagesConfig, teacher_role
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
+from spot_async.protocols import BaseScorer, CandidateScorer, Environment, Generator, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.spending.teacher_cache import KeptScores
+from spot_async.stages.episode import Rules
 from spot_async.types import Capabilities, ChatTurn, IntArray, PolicyNeeds
 
 # The role whose servers answer a stage's requests. Of several teachers each has stages of its own: see `stage_server`.
@@ -25,6 +26,7 @@ STAGE_SERVERS = {
     "candidates": "student",
     "probe": "student",
     "verify": "verifier",
+    "environment": "environment",
     "teacher_response": "teacher",
     "reference": "reference",
 }
@@ -48,6 +50,7 @@ STATED_BY = {
     "candidates": "rollouts_per_prompt",
     "probe": "probes_per_prompt",
     "verify": "rollouts_per_prompt",
+    "environment": "rollouts_per_prompt",
     "teacher_response": "teacher_responses",
     "reference": "rollouts_per_prompt",
 }
@@ -63,6 +66,7 @@ def requests_per_prompt(needs: PolicyNeeds) -> dict[str, int]:
         "candidates": responses,
         "probe": needs.probes_per_prompt,
         "verify": responses + needs.teacher_responses + needs.probes_per_prompt,
+        "environment": responses + needs.probes_per_prompt,
         "teacher_response": needs.teacher_responses,
         "reference": responses,
     }
@@ -87,6 +91,15 @@ class TeacherService:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentService:
+    """An environment that answers the student's turns, and how they are played."""
+
+    server: Environment | ServicePool[Environment]
+    rules: Rules
+    judge: Literal["verifier", "environment"] = "verifier"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Services:
     """What stages send their requests to, pools of replicas or single services, and what is known of them."""
 
@@ -95,6 +108,7 @@ class Services:
     vocabulary: Vocabulary  # the student's
     teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # by name; an only one's is empty
     reference: Scorer | BaseScorer | ServicePool[Any] | None = None
+    environment: EnvironmentService | None = None  # None: a response is one turn
     are_base: Collection[str] = ()  # the roles for which servers of the student are asked for its base (`BaseScorer`)
     following: Collection[str] = ()  # the roles of teachers that follow the student
     common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further

@@ -22,10 +22,11 @@ from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, SameTokens
 from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.protocols import CandidateScorer, Generator, Policy
+from spot_async.protocols import CandidateScorer, Environment, Generator, Policy
 from spot_async.replicas.capabilities import combined
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
+from spot_async.stages.prompt_episodes import PromptEpisodes
 from spot_async.stages.requests import PromptRequests, content, given, identity, nothing
 from spot_async.stages.services import (
     STATED_BY,
@@ -128,6 +129,8 @@ class Stages:
         self.probe: Stage[Generator] = stage("probe", student, limits.probe)
         self.verify = stage("verify", services.verifier, limits.verify)
         self.reference = stage("reference", services.reference, limits.reference)
+        environment: Any = None if services.environment is None else services.environment.server
+        self.environment: Stage[Environment] = stage("environment", environment, limits.environment)
         self.all: tuple[Stage[Any], ...] = (
             self.rollout,
             *(each.score for each in self.teachers.values()),
@@ -137,6 +140,7 @@ class Stages:
         )
         self.all += tuple(each.response for each in self.teachers.values()) if needs.teacher_responses else ()
         self.all += (self.reference,) if services.reference is not None else ()
+        self.all += (self.environment,) if environment is not None else ()
 
     def teacher(self, name: str = "") -> TeacherStages:
         """Return a teacher's stages. Raise ContractError unless it is there, or is the only one and has no name."""
@@ -181,6 +185,10 @@ class BoundStages:
         self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
         self._plain: dict[int, bytes] = {}  # whole responses of the student's to the prompt: their ids, by number
         self._verdicts: dict[bytes, Verdict] = {}  # by the response's ids
+        played = stages.services.environment
+        self._episodes = (
+            None if played is None else PromptEpisodes(stages.environment, played, prompt, stages.settings.seed)
+        )
 
     @property
     def student(self) -> Capabilities | None:
@@ -209,16 +217,25 @@ class BoundStages:
         stop: Sequence[int] = (),
     ) -> Generation:
         prefix = np.asarray(prefix_ids, np.int32)
-        request = ("rollout", *identity(n, prompt_ids, prefix))
         own_ids = self._prompt.token_ids
         read_ids = own_ids if prompt_ids is None else prompt_ids
+        most = len(prefix) + self._requests.longest(prefix, max_tokens)
+        apart = str(n) if self._episodes else ""
 
         def generate(context_ids: IntArray, settings: SamplingSettings) -> Awaitable[Generation]:
-            return self._requests.generate(self._stages.rollout, context_ids, settings, top_k=top_k)
+            return self._requests.generate(self._stages.rollout, context_ids, settings, top_k=top_k, apart=apart)
 
-        response = await self._requests.continued(
-            request, read_ids, prefix, most=self._requests.longest(prefix, max_tokens), stop=stop, generate=generate
-        )
+        async def turn(before: IntArray) -> Generation:
+            request = ("rollout", *identity(n, prompt_ids, before))
+            room = most - len(before)
+            return await self._requests.continued(request, read_ids, before, most=room, stop=stop, generate=generate)
+
+        if self._episodes is None:
+            response = await turn(prefix)
+        elif len(prefix):
+            raise ContractError("the policy continues a prefix, and nobody knows which turn of an environment's it is")
+        else:
+            response = await self._episodes.play(turn, most=most, top_k=top_k)
         is_plain = prompt_ids is None and max_tokens is None and not len(prefix) + len(stop)
         if is_plain and n < self._stages.samples_per_prompt:
             self._plain[n] = content(response.token_ids)
@@ -232,7 +249,8 @@ class BoundStages:
         return await self._teacher(teacher).response(**asked)
 
     async def score(self, response_ids: IntArray, *, teacher: str = "", **asked: Any) -> TokenScores:
-        return await self._teacher(teacher).score(response_ids, **asked)
+        scores = await self._teacher(teacher).score(response_ids, **asked)
+        return scores if self._episodes is None else self._episodes.counted(response_ids, scores)
 
     async def score_at(
         self, response_ids: IntArray, positions: IntArray, *, teacher: str = "", **asked: Any
@@ -288,14 +306,23 @@ class BoundStages:
         return np.where(is_token, logprobs, np.float32(LEAST_NATS))
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
-        budget = self._stages.settings.sampling.max_response_tokens - position - 1
-        if budget <= 0 or candidate_id in self._stages.stop_token_ids:
-            return nothing("stop")  # the branch is verified as it stands
-        return await self._requests.generate(
-            self._stages.probe,
-            branch_root(self._prompt.token_ids, response_ids, position, candidate_id),
-            self._requests.sampling(budget, "probe", position, candidate_id, n),
-            priority=(position,),
+        most, request = self._stages.settings.sampling.max_response_tokens, ("probe", position, candidate_id, n)
+        apart = "-".join(map(str, request)) if self._episodes else ""
+
+        async def turn(before: IntArray) -> Generation:
+            own = () if len(before) == position + 1 else identity(0, None, before)  # of a later turn
+            if len(before) >= most or int(before[-1]) in self._stages.stop_token_ids:
+                return nothing("stop")  # the branch is verified as it stands
+            context_ids = np.concatenate([self._prompt.token_ids, before], dtype=np.int32)
+            settings = self._requests.sampling(most - len(before), *request, *own)
+            ask = self._requests.generate
+            return await ask(self._stages.probe, context_ids, settings, priority=(position,), apart=apart)
+
+        if self._episodes is None:
+            root = branch_root(self._prompt.token_ids, response_ids, position, candidate_id)
+            return await turn(root[len(self._prompt.token_ids) :])
+        return await self._episodes.play(
+            turn, most=most, before=self._episodes.before(response_ids, position, candidate_id)
         )
 
     async def verify(self, response_ids: IntArray) -> Judgement:
@@ -303,8 +330,10 @@ class BoundStages:
             self._stages.verify,
             (self._prompt.ordinal,),
             self._prompt.problem,
-            self.decode(response_ids),
+            self.decode(response_ids if self._episodes is None else self._episodes.last_turn(response_ids)),
         )
+        if self._episodes is not None:
+            judgement = self._episodes.judged(response_ids, judgement)
         self._verdicts[content(response_ids)] = judgement.verdict
         return judgement
 
@@ -327,6 +356,8 @@ class BoundStages:
         top_p = self._stages.settings.sampling.top_p
         if top_p < 1:
             samples = [msgspec.structs.replace(each, record={**each.record, "top_p": top_p}) for each in samples]
+        if self._episodes is not None:
+            samples = [self._episodes.recorded(sample) for sample in samples]
         return [self._with_teacher_prompt(sample) for sample in samples] if self._read_before else samples
 
     def _with_teacher_prompt(self, sample: Sample) -> Sample:

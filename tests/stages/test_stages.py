@@ -145,7 +145,7 @@ async def test_a_strict_run_lets_only_responses_of_one_prompt_wait_for_each_othe
 @pytest.mark.parametrize(("position", "candidate"), [(2, 1), (5, 11)])
 async def test_an_end_token_or_a_spent_budget_needs_no_continuation(position, candidate):
     recorder = Recorder()
-    generation = await bound(recorder).probe(RESPONSE, position, candidate, n=0)
+    generation = await bound(recorder).probe(np.resize(RESPONSE, 6), position, candidate, n=0)
     assert len(generation.token_ids) == 0
     assert recorder.generated == []
 

@@ -203,7 +203,8 @@ def test_report_holds_the_documented_metrics(
     follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.pulls]
     first = [(s.pulls[0].logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
     limited = np.maximum(first[-1], -0.5)  # problem 7 has the same pull twice, with limits, and a reward
-    expected = np.concatenate([*first[:-1], 1 + 2 * limited, np.linspace(-2, 2, 17)]).mean()  # 6 has no policy term
+    given = batch[5].advantages[known[5]]
+    expected = np.concatenate([*first[:-1], 1 + 2 * limited, given]).mean()  # 6 has no policy term
     assert metrics["advantage_mean"] == pytest.approx(expected, rel=1e-5)
     assert metrics["kl_to_teacher"] == pytest.approx(-np.concatenate(first).mean(), rel=1e-5)
     pulls = np.concatenate([*first[:-1], limited, limited])
