@@ -55,9 +55,16 @@ class PromptRenderer:
 
     The template is the tokenizer's own, the Jinja file that `config.template` names, or for `plain` none to speak of.
     Only it writes control tokens: a text that spells one is read as letters, so no text can end its turn.
+    `tools` are the JSON schemas of those that the prompt is to show.
     """
 
-    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, key: str = "prompt") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        config: PromptConfig,
+        key: str = "prompt",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.key = key  # the section that says how, for messages
         self._arguments_key = f"{'prompt' if key == 'evaluation' else key}.template_arguments"
         self._tokenizer = vocabulary.tokenizer
@@ -70,6 +77,7 @@ class PromptRenderer:
         if given := sorted(used.template_arguments.keys() & taken):
             raise DataError(f"{self._arguments_key}.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
+        self._tools = list(tools) or None  # a template may tell an empty list from none
         self._is_tried = False
         if used.template.endswith(".jinja"):
             self._name = f"{self.key}.template={used.template}"
@@ -192,7 +200,12 @@ class PromptRenderer:
     @property
     def template_text(self) -> str:
         """The chat template itself, in Jinja."""
-        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template")))
+        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), self._tools))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `apply_chat_template` gets beside messages and tools: the template's variables, and what replaces it."""
+        return dict(self._arguments)
 
     def reads_clock(self, problem: Problem) -> bool:
         """Return whether the problem's prompt contains today's date."""
@@ -223,7 +236,8 @@ class PromptRenderer:
 
     def _ids(self, chats: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
         """Return the tokens of each chat. Those that spell no control token are rendered together, which is faster."""
-        spelt = [self._spells_control(chat) for chat in chats]
+        in_tools = bool(self._tools and self._added.search(json.dumps(self._tools, ensure_ascii=False)))
+        spelt = [in_tools or self._spells_control(chat) for chat in chats]
         harmless = [chat for chat, is_spelt in zip(chats, spelt, strict=True) if not is_spelt]
         together = iter(self._render(harmless)["input_ids"] if harmless else ())
         return [
@@ -248,7 +262,7 @@ class PromptRenderer:
     def _render(self, messages: Sequence[object], **arguments: Any) -> Any:
         """Apply the template to one chat, or to each of a list of chats."""
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, **{**self._arguments, **arguments}
+            messages, tools=self._tools, add_generation_prompt=True, **{**self._arguments, **arguments}
         )
 
     def _try_once(self, chats: Sequence[Sequence[dict[str, str]]]) -> None:
@@ -257,6 +271,7 @@ class PromptRenderer:
             return
         self._is_tried = True
         variables = {name: value for name, value in self._arguments.items() if name != "chat_template"}
+        variables |= {"tools": self._tools} if self._tools else {}
         special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
         try:
             template = self.template_text
@@ -273,9 +288,15 @@ class TeacherPromptRenderer(PromptRenderer):
     `name` is that of one of several, whose section is its own (`teachers.<name>.prompt`).
     """
 
-    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        config: PromptConfig,
+        name: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._teacher = name
-        super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher")
+        super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher", tools)
 
     @property
     def _template_config(self) -> TeacherPromptConfig:
