@@ -24,6 +24,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from spot_async.base.processes.worker_pool import Words, WorkerDiedError, WorkerPool
 from spot_async.base.tasks import Opened
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
@@ -34,9 +35,9 @@ from spot_async.verification.normalization import (
     same_answer,
     strip_answer,
 )
-from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
+WORDS = Words("verification worker", "die at the answers they judge", "the verifier's `workers`")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 MEMORY_LIMIT_BYTES = 2 << 30  # address space of a worker: a comparison that needs more is none that counts
@@ -69,7 +70,7 @@ class MathVerify(Opened):
         self.settings = settings
         # -P keeps this directory off the module path, since it also holds a math_verify.
         command = (sys.executable, "-P", str(_WORKER), str(MEMORY_LIMIT_BYTES))
-        self._pool = pool or WorkerPool(command, size=settings.workers)
+        self._pool = pool or WorkerPool(command, size=settings.workers, words=WORDS)
         self._tolerance = Decimal(str(settings.relative_tolerance))
         self._outcomes: OrderedDict[tuple[str, str | None], bool] = OrderedDict()
 

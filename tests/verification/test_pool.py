@@ -18,11 +18,13 @@ from typing import Any
 
 import pytest
 
+from spot_async.base.processes import worker_pool
+from spot_async.base.processes.worker_pool import WorkerDiedError, WorkerPool
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 from spot_async.types import Problem
-from spot_async.verification import MathVerify, Verdict, worker_pool
+from spot_async.verification import MathVerify, Verdict
+from spot_async.verification.math_verify import WORDS
 from spot_async.verification.normalization import parse_number
-from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="real problem files are not here")
@@ -85,7 +87,7 @@ async def ask(pool: WorkerPool, do: str, *, timeout_s: float = 30.0, deadline: f
 @needs_proc
 async def test_workers_are_kept_limited_in_number_and_gone_afterwards(command: list[str]) -> None:
     before = children()
-    async with WorkerPool(command, size=2) as pool:
+    async with WorkerPool(command, size=2, words=WORDS) as pool:
         started = children() - before
         assert len(started) == 1  # a second only when needed
         assert {(await ask(pool, "pid"))["pid"] for _ in range(3)} == started
@@ -98,7 +100,7 @@ async def test_workers_are_kept_limited_in_number_and_gone_afterwards(command: l
 @needs_proc
 async def test_a_worker_past_its_time_is_killed_and_replaced(command: list[str]) -> None:
     before = children()
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         (stuck,) = children() - before
         with pytest.raises(TimeoutError):
             await ask(pool, "hold", timeout_s=0.2)
@@ -109,7 +111,7 @@ async def test_a_worker_past_its_time_is_killed_and_replaced(command: list[str])
 @needs_proc
 async def test_cancelling_a_request_kills_its_worker_at_once(command: list[str]) -> None:
     before = children()
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         (stuck,) = children() - before
         request = asyncio.create_task(ask(pool, "hold"))
         waiting = asyncio.create_task(ask(pool, "pid"))
@@ -131,7 +133,7 @@ async def test_leaving_by_an_exception_leaves_no_process(command: list[str]) -> 
         raise ValueError("a bug elsewhere")
 
     async def run() -> None:
-        async with WorkerPool(command, size=2) as pool, asyncio.TaskGroup() as group:
+        async with WorkerPool(command, size=2, words=WORDS) as pool, asyncio.TaskGroup() as group:
             group.create_task(ask(pool, "hold"))
             group.create_task(ask(pool, "hold"))
             group.create_task(fail())
@@ -144,7 +146,7 @@ async def test_leaving_by_an_exception_leaves_no_process(command: list[str]) -> 
 @needs_proc
 async def test_a_worker_that_dies_fails_its_own_request_only(command: list[str]) -> None:
     before = children()
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         with pytest.raises(WorkerDiedError, match="exited with code 3"):
             await ask(pool, "die")
         (pid,) = {(await ask(pool, "pid"))["pid"]}
@@ -162,7 +164,7 @@ async def test_a_worker_that_dies_fails_its_own_request_only(command: list[str])
 
 async def test_waiting_for_a_worker_ends_at_the_deadline(command: list[str], tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         enough = tmp_path / "enough"
         busy = asyncio.create_task(ask(pool, "wait", **{"for": str(enough)}))
         await asyncio.sleep(0)  # it has the worker now
@@ -186,7 +188,7 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 async def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    async with WorkerPool(dying_at_start(tmp_path, 2, KILLED), size=1) as pool:
+    async with WorkerPool(dying_at_start(tmp_path, 2, KILLED), size=1, words=WORDS) as pool:
         assert "pid" in await ask(pool, "pid")
         (tmp_path / "starts").write_bytes(b"")  # the next two die too, in the middle of a run
         with pytest.raises(WorkerDiedError):
@@ -203,12 +205,12 @@ async def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) 
 )
 async def test_workers_that_cannot_start_are_one_clear_line(tmp_path: Path, how: str, said: str) -> None:
     with pytest.raises(ProcessDiedError, match=said) as error:
-        async with WorkerPool(dying_at_start(tmp_path, 3, how), size=1):
+        async with WorkerPool(dying_at_start(tmp_path, 3, how), size=1, words=WORDS):
             pass
     assert "\n" not in str(error.value)
     (tmp_path / "starts").unlink()
     working = dying_at_start(tmp_path, 0, how)
-    async with WorkerPool(working, size=1) as pool:
+    async with WorkerPool(working, size=1, words=WORDS) as pool:
         with pytest.raises(WorkerDiedError):
             await ask(pool, "die")
         dying_at_start(tmp_path, 99, how)
@@ -219,7 +221,7 @@ async def test_workers_that_cannot_start_are_one_clear_line(tmp_path: Path, how:
 async def test_a_start_slower_than_its_deadline_speaks_at_last(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     slow = dying_at_start(tmp_path, 0, KILLED)
-    async with WorkerPool(slow, size=1) as pool:
+    async with WorkerPool(slow, size=1, words=WORDS) as pool:
         with pytest.raises(WorkerDiedError):
             await ask(pool, "die")
         dying_at_start(tmp_path, 99, "import time; time.sleep(600)")
@@ -240,7 +242,7 @@ async def test_workers_that_only_die_at_their_answers_end_the_pool(
             await ask(pool, "die")
         return died.type
 
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         assert [await death(pool) for _ in range(2)] == [WorkerDiedError] * 2
         assert "pid" in await ask(pool, "pid")  # a reply begins a new row
         assert [await death(pool) for _ in range(3)] == [WorkerDiedError, WorkerDiedError, ProcessDiedError]
@@ -248,7 +250,7 @@ async def test_workers_that_only_die_at_their_answers_end_the_pool(
 
 async def test_workers_do_not_see_keys(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    async with WorkerPool(command, size=1) as pool:
+    async with WorkerPool(command, size=1, words=WORDS) as pool:
         assert "OPENAI_API_KEY" not in (await ask(pool, "environment"))["environment"]
 
 

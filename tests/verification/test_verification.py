@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spot_async.base import registry
+from spot_async.base.processes.worker_pool import WorkerDiedError
 from spot_async.types import Problem
 from spot_async.verification import (
     BoxedMatch,
@@ -27,7 +28,6 @@ from spot_async.verification.math_match import same
 from spot_async.verification.math_verify import numbers_equal
 from spot_async.verification.multiple_choice import chosen_option
 from spot_async.verification.normalization import MAX_ANSWER_CHARS, MAX_NESTING, answer_start, parse_number
-from spot_async.verification.worker_pool import WorkerDiedError
 
 FAR = float("inf")
 

@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Self
 
 import structlog
@@ -21,10 +22,20 @@ from spot_async.base.processes.last_words import headline, how_it_ended, readabl
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 
 STARTUP_TIMEOUT_S = 60.0
+MAX_REPLY_BYTES = 1 << 16
 FAILED_STARTS_IN_A_ROW = 3  # for each place in the pool
 DEATHS_IN_A_ROW = 20  # at requests, without a reply between them; one answer is asked for twice at most
-# Workers parse text that a model wrote, so they get none of the parent's other variables: those may hold keys.
+# Workers work on what a model wrote, so they get none of the parent's other variables: those may hold keys.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What messages say of the workers of a pool."""
+
+    worker: str  # what one is called
+    die: str  # what too many of them do, such as "die at the answers they judge"
+    setting: str  # what says how many there are
 
 
 class WorkerDiedError(ProcessDiedError):
@@ -38,8 +49,12 @@ class WorkerPool:
     replaced, also while it starts. Too many deaths in a row are not the fault of what is asked, and end the pool.
     """
 
-    def __init__(self, command: Sequence[str], *, size: int) -> None:
+    def __init__(
+        self, command: Sequence[str], *, size: int, words: Words, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
         self._command = tuple(command)
+        self._words = words
+        self._max_reply_bytes = max_reply_bytes
         self._slots = asyncio.Semaphore(size)
         self._idle: list[_Worker] = []  # last in, first out, so that the warmest is used
         self._workers: set[_Worker] = set()  # all that are not known to be gone
@@ -53,7 +68,7 @@ class WorkerPool:
         try:
             self._idle.append(await self._start(asyncio.get_running_loop().time() + STARTUP_TIMEOUT_S))
         except DeadlineExceededError:
-            raise ProcessDiedError(f"no verification worker was ready within {STARTUP_TIMEOUT_S:.0f} s") from None
+            raise ProcessDiedError(f"no {self._words.worker} was ready within {STARTUP_TIMEOUT_S:.0f} s") from None
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -73,14 +88,14 @@ class WorkerPool:
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= deadline:
-            raise DeadlineExceededError("the deadline had passed when verification was asked for")
+            raise DeadlineExceededError(f"the deadline had passed when a {self._words.worker} was asked for")
         async with self._lease(deadline) as worker:
             try:
                 async with asyncio.timeout_at(min(loop.time() + timeout_s, deadline)):
                     reply = await worker.ask(request)
             except WorkerDiedError as died:
                 self._deaths += 1
-                _note(died, self._deaths, DEATHS_IN_A_ROW, "die at the answers they judge")
+                self._note(died, self._deaths, DEATHS_IN_A_ROW, self._words.die)
                 raise
             self._deaths = 0
             return reply
@@ -92,7 +107,7 @@ class WorkerPool:
             async with asyncio.timeout_at(deadline):
                 await self._slots.acquire()
         except TimeoutError:
-            raise DeadlineExceededError("no verification worker was free before the deadline: add workers") from None
+            raise DeadlineExceededError(f"no {self._words.worker} was free before the deadline: add workers") from None
         try:
             worker = await self._ready_worker(deadline)
             try:
@@ -123,10 +138,10 @@ class WorkerPool:
             except (WorkerDiedError, TimeoutError) as error:
                 self._failed_starts += 1
                 is_late = isinstance(error, TimeoutError)
-                died = WorkerDiedError("verification worker was not ready in time") if is_late else error
-                _note(died, self._failed_starts, FAILED_STARTS_IN_A_ROW * self._size, "do not start")
+                died = WorkerDiedError(f"{self._words.worker} was not ready in time") if is_late else error
+                self._note(died, self._failed_starts, FAILED_STARTS_IN_A_ROW * self._size, "do not start")
                 if is_late:
-                    raise DeadlineExceededError("no verification worker started before the deadline") from None
+                    raise DeadlineExceededError(f"no {self._words.worker} started before the deadline") from None
             else:
                 self._failed_starts = 0
                 return worker
@@ -140,8 +155,9 @@ class WorkerPool:
             stderr=asyncio.subprocess.PIPE,  # why it does not start
             env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
             start_new_session=True,  # so that Ctrl-C reaches only the parent
+            limit=self._max_reply_bytes,
         )
-        worker = _Worker(process)
+        worker = _Worker(process, self._words.worker)
         self._workers.add(worker)
         try:
             await worker.read()
@@ -155,15 +171,25 @@ class WorkerPool:
         await worker.wait_gone()
         self._workers.discard(worker)
 
+    def _note(self, died: Exception, in_a_row: int, most: int, what: str) -> None:
+        """Log how a worker ended. Raises `ProcessDiedError` if it was one too many."""
+        structlog.get_logger().warning(f"{self._words.worker} lost", reason=str(died))
+        if in_a_row >= most:
+            raise ProcessDiedError(
+                f"{self._words.worker}s {what} ({in_a_row} in a row), the last one: {died}; see whether the machine "
+                f"has memory and time for them, or lower {self._words.setting}"
+            ) from None
+
 
 class _Worker:
     """One running process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, word: str) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         self._process = process
+        self._word = word
         self._stdin = process.stdin
         self._stdout = process.stdout
         self._stderr = process.stderr
@@ -206,14 +232,4 @@ class _Worker:
         written, _ = await asyncio.gather(self._stderr.read(), self._process.wait())
         code = self._process.returncode or 0
         how = how_it_ended(code, headline(readable(written.decode(errors="replace"))))
-        return WorkerDiedError(f"verification worker (pid {self._process.pid}) {how}")
-
-
-def _note(died: Exception, in_a_row: int, most: int, what: str) -> None:
-    """Log how a worker ended. Raises `ProcessDiedError` if it was one too many."""
-    structlog.get_logger().warning("verification worker lost", reason=str(died))
-    if in_a_row >= most:
-        raise ProcessDiedError(
-            f"verification workers {what} ({in_a_row} in a row), the last one: {died}; see whether the machine has "
-            "memory and time for them, or lower the verifier's `workers`"
-        ) from None
+        return WorkerDiedError(f"{self._word} (pid {self._process.pid}) {how}")
