@@ -18,6 +18,7 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
+from spot_async.checks.environments import PlannedEnvironment, check_environment
 from spot_async.checks.own_tokenizers import TextsRead
 from spot_async.checks.plan_inputs import (
     PlannedModels,
@@ -79,6 +80,7 @@ class TrainPlan:
     common: CommonVocabulary  # the token ids that all models with the student's tokens know
     own_tokens: Mapping[str, OwnTokens]  # by role, how a teacher with a tokenizer of its own reads the student's tokens
     texts_read: Mapping[str, TextsRead]  # by role, what such a teacher makes of the problems
+    environment: PlannedEnvironment | None
 
     @property
     def problems(self) -> int:
@@ -154,6 +156,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         common=models.common,
         own_tokens=data.own_tokens,
         texts_read=data.texts_read,
+        environment=data.environment,
     )
 
 
@@ -165,6 +168,7 @@ def _plan_policy(config: Config, models: PlannedModels) -> Policy:
     check_roles(config, needs)
     check_selves(config, models.student, models.teachers)
     check_own_tokenizers(config, needs, models.student.vocab_size)
+    check_environment(config, needs)
     _check_context(config, needs, models.by_role)
     for role, teacher in config.teachers_by_role.items():
         if sums_ends(config, needs, models.student, models.teachers[role]) and not offers(teacher, CandidateScorer):
@@ -287,6 +291,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
             if plan.teachers[role].vocabulary.fingerprint == plan.student.vocabulary.fingerprint
         ],
         *[line for role, read in plan.texts_read.items() for line in read.doubts(role)],
+        *([] if plan.environment is None else plan.environment.bridges.doubts),
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,

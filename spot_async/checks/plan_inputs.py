@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from spot_async.checks.environments import PlannedEnvironment, described, opened, plan_environment
 from spot_async.checks.own_tokenizers import TextsRead, check_texts, read_own_tokens, read_texts
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.problem_set import ProblemSet, load_training_sets
@@ -139,6 +141,7 @@ class PlannedData:
     schedule: PromptSchedule
     own_tokens: Mapping[str, OwnTokens]  # by role, those of the models with rows where the policy needs them
     texts_read: Mapping[str, TextsRead]  # by role, what a teacher with its own tokenizer makes of the problems
+    environment: PlannedEnvironment | None
 
 
 def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> PlannedData:
@@ -150,11 +153,16 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
+    about = None if config.environment is None else described(config.environment, problems)
+    problems, tools = (problems, ()) if about is None else (opened(problems, about), about.tools)
     student, widths = models.student, models.common.widths
     alike = {role: each for role, each in models.teachers.items() if role in models.alike}
     own_alone = config.prompt.template == "teacher" and models.teachers and not alike  # the student could not read it
     owner = student if own_alone else _template_owner(config.prompt, "prompt", student, alike)
-    renderer = PromptRenderer(owner.vocabulary, config.prompt)
+    renderer = PromptRenderer(owner.vocabulary, config.prompt, tools=tools)
+    environment = None
+    if config.environment is not None and about is not None:
+        environment = plan_environment(config.environment, about, student, renderer.arguments)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     known = min(widths.values())
@@ -162,7 +170,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     if needs.written_responses and len(student.vocabulary.tokenizer) > known:
         written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
         renderer.check_rows("data.train", written, known, "the models")
-    teacher_renderers = _teacher_renderers(config, student, models.teachers)
+    teacher_renderers = _teacher_renderers(config, student, models.teachers, tools)
     for own in dict.fromkeys(teacher_renderers.values()):
         sources = own.beside(sources)
     for role, own in teacher_renderers.items():
@@ -190,7 +198,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         iterations=config.training.iterations,
         shares=config.data.shares,
     )
-    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, own_tokens, texts_read)
+    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, own_tokens, texts_read, environment)
 
 
 def _template_owner(
@@ -213,7 +221,7 @@ def _template_owner(
 
 
 def _teacher_renderers(
-    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles]
+    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles], tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, TeacherPromptRenderer]:
     """Return what renders teachers' own prompts, by role; those that read the student's prompt are left out."""
     shared = config.prompt.teacher
@@ -223,7 +231,7 @@ def _teacher_renderers(
     alike = {role: each for role, each in teachers.items() if role not in config.own_tokenizers}
     if shared is not None and alike:
         owner = _template_owner(shared, "prompt.teacher", student, alike)
-        found = dict.fromkeys(alike, TeacherPromptRenderer(owner.vocabulary, config.prompt))
+        found = dict.fromkeys(alike, TeacherPromptRenderer(owner.vocabulary, config.prompt, tools=tools))
     for role in config.own_tokenizers:
         section = config.teacher_prompt(role)
         if section is not None and section.template in ("student", *alike):
@@ -239,7 +247,7 @@ def _teacher_renderers(
             itself = {**teachers, "teacher": teachers[role]}
             owner = _template_owner(own, f"{role}.prompt", student, itself)
             prompt = config.prompt.model_copy(update={"teacher": own})
-            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name)
+            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name, tools)
     return found
 
 

@@ -12,6 +12,7 @@ from spot_async.config.base import Probability as Probability
 from spot_async.config.base import Section as Section
 from spot_async.config.base import as_list as as_list
 from spot_async.config.base import leaves as leaves
+from spot_async.config.environment import EnvironmentConfig as EnvironmentConfig
 from spot_async.config.evaluation import BenchmarkConfig as BenchmarkConfig
 from spot_async.config.evaluation import EvaluationConfig as EvaluationConfig
 from spot_async.config.plugins import BackendSettings as BackendSettings

@@ -23,6 +23,7 @@ from spot_async.config.base import (
     check_attempt_timeout,
     spelled,
 )
+from spot_async.config.environment import EnvironmentConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, RouteConfig, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig
@@ -345,6 +346,7 @@ class Config(Section):
     data: DataConfig = Field(description="the problems to train on; a list in `train` has a section for each set")
     prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")
     sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts, probes and responses of the teacher")
+    environment: EnvironmentConfig | None = Field(None, description="what answers the student's turns")
     policy: PolicySettings = Field(description="the method; a policy's own settings")
     verifier: TrainingVerifier = Field(
         default_factory=dict, validate_default=True, description="judges rollouts; a verifier's own settings"

@@ -216,7 +216,7 @@ class PromptRenderer:
         """Return the user's message: the instruction stands behind its own white space, or behind a blank."""
         instruction = self.instruction(problem)
         gap = "" if instruction[:1].isspace() else " "
-        return f"{problem.text.strip()}{gap}{instruction}".strip()
+        return f"{_asked(problem)}{gap}{instruction}".strip()
 
     def instruction(self, problem: Problem) -> str:
         return (self._config.instruction if problem.instruction is None else problem.instruction).rstrip()
@@ -342,7 +342,7 @@ class TeacherPromptRenderer(PromptRenderer):
         def part(name: str) -> str:
             if name == "instruction":
                 return self.instruction(problem).lstrip()
-            value: str = (getattr(problem, "text" if name == "problem" else name) or "").strip()
+            value: str = _asked(problem) if name == "problem" else (getattr(problem, name) or "").strip()
             if not value:
                 raise ConfigError(
                     f"{self.key}.text names {{{name}}}: problem {problem.id!r} has none; give "
@@ -351,6 +351,11 @@ class TeacherPromptRenderer(PromptRenderer):
             return value
 
         return self._template_config.filled(part)
+
+
+def _asked(problem: Problem) -> str:
+    """Return the problem's text, with what an environment says of it."""
+    return "\n\n".join(filter(None, [problem.text.strip(), problem.opening.strip()]))
 
 
 def template_line(error: Exception) -> int | None:

@@ -12,14 +12,14 @@ import typing
 import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from spot_async.base.processes.worker_pool import STARTUP_TIMEOUT_S, Words, WorkerDiedError, WorkerPool
 from spot_async.base.tasks import Opened
+from spot_async.config import EnvironmentConfig
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, TransientError
 from spot_async.models.episodes import Action, Observation, Step
 from spot_async.types import Problem
@@ -30,28 +30,13 @@ MAX_REPLY_BYTES = 1 << 22
 _SAME = ("env", "PYTHONHASHSEED=0", "OMP_NUM_THREADS=1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentSettings:
-    """The section `environment`, as far as workers need it."""
-
-    object: str | Sequence[str]  # `module:name` of a class or a function, or several functions
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the class
-    python: str | None = None  # the interpreter that imports it; None: ours
-    timeout_s: float = 10.0  # of one turn
-    memory_limit_bytes: int = 1 << 30  # of one process in an episode
-    workers: int = 2
-    sandbox: Literal["namespaces", "none"] = "namespaces"
-    network: bool = False
-    role: Literal["auto", "tool", "user"] = "auto"  # of the messages that show what is answered
-
-
 class ServedEnvironment(Opened):
     """Asks workers, which it starts and ends. Implements `protocols.Environment`.
 
     The steps that it is given must hold the observations as it returned them.
     """
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
+    def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
         self.replayed_steps = 0  # that were played again, because no worker had their episode
         self._name = settings.object if isinstance(settings.object, str) else ",".join(settings.object)
@@ -88,14 +73,9 @@ class ServedEnvironment(Opened):
             )
         if "error" in about:
             raise ConfigError(f"environment.object={self._name}: {about['error']}")
-        self._reads_text = about["reads_text"]
-        self._tools = [] if self._reads_text else [self._schema(*tool) for tool in about["tools"]]
-
-    @property
-    def role(self) -> Literal["tool", "user"]:
-        """The role of the messages that show what is answered."""
-        chosen = self.settings.role
-        return chosen if chosen != "auto" else "user" if self._reads_text else "tool"
+        self.reads_text: bool = about["reads_text"]
+        self.resets: bool = about["resets"]  # whether it may say something of a problem
+        self._tools = [] if self.reads_text else [self._schema(*tool) for tool in about["tools"]]
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the tools' JSON schemas, as chat templates take them; none if the environment reads text."""

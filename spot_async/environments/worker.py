@@ -53,7 +53,7 @@ class Episode:
         split = [name.partition(":") for name in names]
         found = [getattr(importlib.import_module(module), name) for module, _, name in split]
         self.tools = {each.__name__: each for each in found}
-        self.reads_text = hasattr(found[0], "step")
+        self.reads_text, self.resets = hasattr(found[0], "step"), hasattr(found[0], "reset")
         self._make: Any = None
         self._object: Any = None  # functions have none
         if inspect.isclass(found[0]):
@@ -255,7 +255,7 @@ class Zygote:
             return {"refusal": str(lost)}
         tools = self._episode.tools.items()
         described = [[name, str(inspect.signature(tool)), inspect.getdoc(tool)] for name, tool in tools]
-        return {"reads_text": self._episode.reads_text, "tools": described}
+        return {"reads_text": self._episode.reads_text, "resets": self._episode.resets, "tools": described}
 
     def opening(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         child = self._fork()

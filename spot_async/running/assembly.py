@@ -14,17 +14,22 @@ from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Opened
+from spot_async.checks.environments import PlannedEnvironment
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
+from spot_async.environments.call_reader import CallReader
+from spot_async.environments.served import ServedEnvironment
 from spot_async.loop.orchestrator import OrchestratorSettings
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
 from spot_async.replicas.leasing import Lease, LeaseRequest, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
+from spot_async.stages.episode import Rules
 from spot_async.stages.plugin_contract import computed
-from spot_async.stages.services import Services, StagesSettings, TeacherService
+from spot_async.stages.services import EnvironmentService, Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.types import Judgement, Problem, Verdict
 
@@ -72,11 +77,40 @@ def make_verifier(config: Config, spending: RunSpending) -> Verifier:
     return VerifiersOfSets(verifier, of_set) if of_set else verifier
 
 
+class RunEnvironment(Opened):
+    """A run's environment, and what reads the calls of turns: processes that are entered and left together."""
+
+    def __init__(self, planned: PlannedEnvironment, vocabulary: Vocabulary) -> None:
+        settings, bridges = planned.settings, planned.bridges
+        self._served = ServedEnvironment(settings)
+        self._reader = None if planned.calls is None else CallReader(planned.calls, workers=settings.workers)
+        rules = Rules(
+            vocabulary=vocabulary,
+            turn_end=bridges.turn_end,
+            between=bridges.between,
+            read_calls=None if self._reader is None else self._reader.read,
+            max_turns=settings.max_turns,
+            max_observation_tokens=settings.max_observation_tokens,
+        )
+        self.service = EnvironmentService(server=self._served, rules=rules, judge=settings.judge)
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._served)
+        if self._reader is not None:
+            await stack.enter_async_context(self._reader)
+
+
+def make_environment(plan: TrainPlan) -> RunEnvironment | None:
+    """Make the environment of training, where it has one."""
+    return None if plan.environment is None else RunEnvironment(plan.environment, plan.student.vocabulary)
+
+
 def make_stages(
     config: Config,
     plan: TrainPlan,
     services: OpenServices,
     verifier: Verifier,
+    environment: RunEnvironment | None = None,
     events: Channel | None = None,
     *,
     bounds_prompts: bool = True,
@@ -100,6 +134,7 @@ def make_stages(
     asked = Services(
         student=services.student,
         verifier=verifier,
+        environment=None if environment is None else environment.service,
         vocabulary=plan.student.vocabulary,
         teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
         # As the base, the student's backend is a `BaseScorer`: the plan has seen to that.

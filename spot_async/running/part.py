@@ -25,7 +25,7 @@ from spot_async.loop.resuming import Records, StopRequest
 from spot_async.protocols import Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
-from spot_async.running.assembly import make_stages, orchestrator_settings
+from spot_async.running.assembly import RunEnvironment, make_stages, orchestrator_settings
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.running.resuming import Beginning
 from spot_async.running.run_evaluations import RunEvaluations
@@ -53,6 +53,7 @@ class OpenRun:
     evaluations: RunEvaluations
     trainer: RunTrainer
     verifier: Verifier
+    environment: RunEnvironment | None
     services: OpenServices
     sinks: Sequence[MetricSink]
     lag: LoopLag
@@ -74,7 +75,7 @@ class Part:
         self._began = beginning.manifest
         events = Channel()
         events.subscribe(run.events)
-        stages = make_stages(config, run.plan, run.services, run.verifier, events=events)
+        stages = make_stages(config, run.plan, run.services, run.verifier, run.environment, events=events)
         log = RunLog(
             run.directory,
             stages,

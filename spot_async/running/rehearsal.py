@@ -27,6 +27,7 @@ from spot_async.protocols import Policy, Reviser, ScheduleChecker
 from spot_async.stages.plugin_contract import arrays, bounded, is_ours
 from spot_async.stages.services import TeacherService
 from spot_async.terms import policy_tokens
+from spot_async.testing.environments import simulated_environment
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
@@ -88,6 +89,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         trainer=SimulatedTrainer(vocab_size=widths["student"]),
         student=SimulatedStudent(**_short(plan.student)),
         teachers=teachers,
+        environment=None if plan.environment is None else simulated_environment(plan.student.vocabulary),
         reference=SimulatedTeacher(**_short(plan.student), name="reference") if needs.reference else None,
         vocabulary=plan.student.vocabulary,
         common=plan.common,

@@ -34,7 +34,7 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.run_weights import RunWeights
-from spot_async.running.assembly import make_spending, make_verifier
+from spot_async.running.assembly import make_environment, make_spending, make_verifier
 from spot_async.running.part import OpenRun, Part
 from spot_async.running.ray_places import RayPlaces, placed, placed_nodes
 from spot_async.running.resuming import Beginning, Beginnings
@@ -123,6 +123,7 @@ class TrainingRun:
         self._trainer = RunTrainer(self._make_trainer, self._turns)
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
         self._verifier = make_verifier(config, self._spending)
+        self._environment = make_environment(plan)
 
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
@@ -183,7 +184,7 @@ class TrainingRun:
             self._directory.path,
             run=(self._config, self._plan),
             beside=Companions(
-                entered=[self._trainer, self._verifier],
+                entered=[self._trainer, self._verifier, *filter(None, [self._environment])],
                 watches=places.watches,
                 spending=self._spending,
                 cores=self._cores,
@@ -218,6 +219,7 @@ class TrainingRun:
             evaluations=self._evaluations,
             trainer=self._trainer,
             verifier=self._verifier,
+            environment=self._environment,
             services=services,
             sinks=self.sinks,
             lag=self._lag,

@@ -137,7 +137,8 @@ def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False)
         f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s for role, model in config.models.items()
     }
     longest, recovery_s = max(recoveries.items(), key=lambda each: each[1])
-    requests = _requests_in_a_row(needs)
+    turns = 1 if config.environment is None else 2 * config.environment.max_turns
+    requests = _requests_in_a_row(needs, turns)
     legal_s = requests * config.stages.timeout_s + recovery_s
     if timeout_s is not None and timeout_s < legal_s:
         raise ConfigError(
@@ -168,14 +169,17 @@ def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False)
     }
 
 
-def _requests_in_a_row(needs: PolicyNeeds) -> int:
-    """Return how many requests of one prompt may use up their deadlines one after the other."""
+def _requests_in_a_row(needs: PolicyNeeds, turns: int) -> int:
+    """Return how many requests of one prompt may use up their deadlines one after the other.
+
+    `turns`: those of one response, with what is answered to them.
+    """
     stages = (
-        needs.rollouts_per_prompt != 0,
+        *[needs.rollouts_per_prompt != 0] * turns,
         needs.teacher_responses > 0,
         needs.teacher_scores,
         needs.reference,
         needs.candidate_logprobs or needs.probes_per_prompt > 0,
-        needs.probes_per_prompt > 0,
+        *[needs.probes_per_prompt > 0] * turns,
     )
     return (sum(stages) + VERIFY_ATTEMPTS) * needs.rounds

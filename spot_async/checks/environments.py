@@ -1,0 +1,110 @@
+"""Plans a run's environment: asks its processes what it is, and sees that the chat template can show its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from spot_async.base.tasks import gather
+from spot_async.config import Config
+from spot_async.config.environment import EnvironmentConfig
+from spot_async.environments.call_reader import CallForm
+from spot_async.environments.served import ServedEnvironment
+from spot_async.errors import ConfigError
+from spot_async.models.bridges import Bridges
+from spot_async.models.calls import check_calls, response_template
+from spot_async.models.files import ModelFiles
+from spot_async.types import PolicyNeeds, Problem
+
+ASKED_TWICE = 8  # problems whose opening must be the same when it is asked once more
+OPENING_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Described:
+    """What an environment says of itself."""
+
+    reads_text: bool
+    tools: Sequence[Mapping[str, Any]]  # JSON schemas
+    openings: Mapping[str, str]  # by the problem's id
+
+
+@dataclass(frozen=True)
+class PlannedEnvironment:
+    """How a run's environment is played."""
+
+    settings: EnvironmentConfig
+    bridges: Bridges
+    calls: CallForm | None  # None: it reads the text of turns
+
+
+def described(settings: EnvironmentConfig, problems: Sequence[Problem]) -> Described:
+    """Return what the environment says of itself and of the problems. Its processes are gone again then.
+
+    Raises ConfigError, also for an opening that depends on more than its problem.
+    """
+    with ThreadPoolExecutor(1) as thread:  # the caller may have a loop
+        return thread.submit(asyncio.run, _described(settings, problems)).result()
+
+
+async def _described(settings: EnvironmentConfig, problems: Sequence[Problem]) -> Described:
+    async with ServedEnvironment(settings) as served:
+        deadline = asyncio.get_running_loop().time() + OPENING_TIMEOUT_S
+
+        async def opening(problem: Problem, seed: int) -> str:
+            return await served.opening(problem, seed=seed, deadline=deadline)
+
+        if not served.resets:
+            return Described(served.reads_text, served.tools(), {})
+        again = await gather(opening(each, 1) for each in problems[:ASKED_TWICE])
+        said = await gather(opening(each, 0) for each in problems)
+        for problem, first, second in zip(problems, said, again, strict=False):
+            if first != second:
+                raise ConfigError(
+                    f"environment.object: what `reset` says of problem {problem.id!r} was {first[:60]!r}, then "
+                    f"{second[:60]!r}: its opening depends on more than the problem, and prompts are made once"
+                )
+        return Described(
+            served.reads_text, served.tools(), {each.id: text for each, text in zip(problems, said, strict=True)}
+        )
+
+
+def opened(problems: Sequence[Problem], found: Described) -> list[Problem]:
+    """Return the problems with what the environment says of each behind their text."""
+    return [
+        msgspec.structs.replace(each, opening=text) if (text := found.openings.get(each.id)) else each
+        for each in problems
+    ]
+
+
+def plan_environment(
+    settings: EnvironmentConfig, found: Described, student: ModelFiles, arguments: Mapping[str, Any]
+) -> PlannedEnvironment:
+    """Return how it is played, by the chat template. `arguments` are those of prompts. Raises ConfigError."""
+    bridges = Bridges(student.vocabulary, arguments, found.tools, role=settings.role, history=settings.history)
+    if found.reads_text:
+        return PlannedEnvironment(settings, bridges, None)
+    template = response_template(student.vocabulary, bridges.template_text, settings.calls)
+    check_calls(bridges, template, found.tools, settings.calls)
+    return PlannedEnvironment(settings, bridges, CallForm(template, found.tools, bridges.generation_prompt))
+
+
+def check_environment(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError for what does not go with an environment."""
+    if config.environment is None:
+        return
+    if config.own_tokenizers:
+        raise ConfigError(
+            f"environment: {config.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md): remove "
+            "one of the two"
+        )
+    if needs.teacher_responses:
+        raise ConfigError(
+            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play (docs/not-"
+            "built.md): take a method that learns from the student's responses"
+        )
