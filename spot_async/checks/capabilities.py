@@ -87,6 +87,26 @@ def check_capabilities(
         raise ConfigError("\n".join(refusals))
 
 
+def check_environment(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError for what does not go with an environment."""
+    if config.environment is None:
+        return
+    if config.evaluation is not None and config.evaluation.thinking_tokens is not None:
+        raise ConfigError(
+            "evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut: remove it"
+        )
+    if config.own_tokenizers:
+        raise ConfigError(
+            f"environment: {config.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md): remove "
+            "one of the two"
+        )
+    if needs.teacher_responses:
+        raise ConfigError(
+            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play (docs/not-"
+            "built.md): take a method that learns from the student's responses"
+        )
+
+
 def check_own_tokenizers(config: Config, needs: PolicyNeeds, vocab_size: int) -> None:
     """Raise ConfigError if the policy asks more of a teacher with its own tokenizer than can be said in the student's.
 

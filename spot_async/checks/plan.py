@@ -16,9 +16,14 @@ import numpy as np
 
 from spot_async.base import registry
 from spot_async.base.text import counted
-from spot_async.checks.capabilities import CANNOT_SUM, check_own_tokenizers, context_needed, sums_ends
+from spot_async.checks.capabilities import (
+    CANNOT_SUM,
+    check_environment,
+    check_own_tokenizers,
+    context_needed,
+    sums_ends,
+)
 from spot_async.checks.device_shares import added_start_s, shared_out
-from spot_async.checks.environments import PlannedEnvironment, check_environment
 from spot_async.checks.own_tokenizers import TextsRead
 from spot_async.checks.plan_inputs import (
     PlannedModels,
@@ -40,6 +45,7 @@ from spot_async.config import Config, ModelConfig, teacher_name
 from spot_async.config.loading import doubled_backslashes
 from spot_async.data.problem_set import ProblemSet, count_identical
 from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule
+from spot_async.environments.planning import PlannedEnvironment
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes

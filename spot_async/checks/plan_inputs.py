@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spot_async.checks.environments import PlannedEnvironment, described, opened, plan_environment
 from spot_async.checks.own_tokenizers import TextsRead, check_texts, read_own_tokens, read_texts
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
+from spot_async.environments.planning import PlannedEnvironment, described, opened, plan_environment
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary

@@ -45,3 +45,7 @@ class EnvironmentConfig(Section):
     judge: Literal["verifier", "environment"] = Field(
         "verifier", description="`verifier` judges the last turn; `environment` gives the reward"
     )
+
+    def that_decide(self) -> dict[str, Any]:
+        """Return the values on which figures depend, in JSON's types: not how episodes are served."""
+        return self.model_dump(mode="json", exclude={"python", "workers", "timeout_s", "memory_limit_bytes", "sandbox"})

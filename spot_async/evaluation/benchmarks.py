@@ -27,6 +27,7 @@ from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginS
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import ProblemSet, load_problem_set, require_answers
 from spot_async.data.prompts import THINKING_END, PromptRenderer, render_all
+from spot_async.environments.planning import PlannedEnvironment, described, opened, plan_environment
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem, PromptSource
@@ -152,6 +153,7 @@ class Benchmark:
     problems: Sequence[Problem] = ()  # as its file has them
     vocab_limit: int | None = None  # `SamplingSettings.vocab_limit`, as in training
     template: str | None = None  # the chat template that rendered its prompts; None where they were rendered before
+    environment: PlannedEnvironment | None = None  # None: a response is one turn
 
     @property
     def key(self) -> str:
@@ -206,7 +208,12 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation")
+    about = None if config.environment is None else described(config.environment, problems)
+    problems, tools = (problems, ()) if about is None else (opened(problems, about), about.tools)
+    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation", tools)
+    environment = None
+    if config.environment is not None and about is not None:
+        environment = plan_environment(config.environment, about, student, renderer.arguments)
     sources = _rendered(problems, renderer, student, max_tokens, key)
     if evaluation.thinking_tokens is not None:
         ends = [(problems[0], student.vocabulary.encode(THINKING_END))]
@@ -214,6 +221,7 @@ def _plan(
     return replace(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
+        environment=environment,
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=[
             *renderer.thinking_doubts(problems[0]),

@@ -51,6 +51,7 @@ class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
     tier: str | None = None
     extracted: str | None = None  # what the last box holds; None without one, and where the verifier reads no box
     seed: int | None = None  # of the request
+    turns: int | msgspec.UnsetType = msgspec.UNSET  # beside an environment; the response is the last of them
     math_verify: Verdict | msgspec.UnsetType = msgspec.UNSET  # Math-Verify's own verdict, where it is another
     template: str | None = None  # in the file's first line: the chat template that rendered the prompts
 
@@ -248,6 +249,8 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
         }
         if each.vocab_limit is not None:
             settings[f"{each.key}.vocab_limit"] = each.vocab_limit
+    if config.environment is not None:
+        settings |= {f"environment.{name}": value for name, value in config.environment.that_decide().items()}
     return settings
 
 

@@ -24,10 +24,14 @@ from spot_async.errors import BudgetSpentError, ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, judged_benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
+from spot_async.models.episodes import Action, Observation, Step
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
+from spot_async.stages.episode import Episode, play
 from spot_async.stages.plugin_contract import ask_judgement
+from spot_async.stages.requests import identity
+from spot_async.stages.services import EnvironmentService
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import FinishReason, Generation, IntArray, Problem, PromptSource, SamplingSettings, Verdict
 from spot_async.verification import MathMatch, extract_boxed
@@ -94,12 +98,13 @@ class ResponseSampler:
         generator: Generator | ServicePool[Generator] | None,
         verifiers: Mapping[str, Verifier],
         vocabulary: Vocabulary | None,
+        environments: Mapping[str, EnvironmentService] | None = None,
         events: Channel | None = None,
     ) -> None:
         """Make a sampler that has asked nothing. Its requests are published on `events`.
 
-        `verifiers` are by benchmark; responses to a benchmark without one are not judged. Without generator and
-        vocabulary it only judges.
+        `verifiers` and `environments` are by benchmark. Responses to a benchmark without a verifier are not judged, and
+        without an environment they are one turn. Without generator and vocabulary it only judges.
         """
         self.benchmarks = benchmarks
         self.config = config
@@ -114,7 +119,12 @@ class ResponseSampler:
             for name, verifier in verifiers.items()
             if isinstance(verifier, MathMatch)
         }
-        self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
+        self._environments = {
+            name: (each, self._stage("evaluation environment", each.server))
+            for name, each in (environments or {}).items()
+        }
+        playing = (stage for _, stage in self._environments.values())
+        self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values(), *playing)
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
         limits = StageLimits(
@@ -141,7 +151,14 @@ class ResponseSampler:
             seed=derive_seed(self.config.seed, j, i),
             vocab_limit=benchmark.vocab_limit,
         )
-        token_ids, finish_reason = await self._response(job, prompt_ids, sampling)
+        turns: int | msgspec.UnsetType = msgspec.UNSET
+        if benchmark.name in self._environments:
+            response, episode = await self._played(job, benchmark.sources[j], sampling)
+            finish_reason, tokens = response.finish_reason, int(episode.counted.sum())
+            token_ids, turns = episode.last_turn, len(episode.starts)
+        else:
+            token_ids, finish_reason = await self._response(job, prompt_ids, sampling)
+            tokens = len(token_ids)
         return await self.judged(
             job,
             JudgedResponse(
@@ -149,9 +166,10 @@ class ResponseSampler:
                 problem_id=problem.id,
                 sample=i,
                 verdict=None,
-                tokens=len(token_ids),
+                tokens=tokens,
                 finish_reason=finish_reason,
                 response=self._cut(self._vocabulary.decode(token_ids)),
+                turns=turns,
                 problem=problem.shown,
                 gold=problem.answer,
                 choices=problem.choices,
@@ -159,6 +177,21 @@ class ResponseSampler:
                 seed=sampling.seed,
             ),
         )
+
+    async def _played(self, job: Job, source: PromptSource, sampling: SamplingSettings) -> tuple[Generation, Episode]:
+        """Play an episode, whose environment has the seed of its problem and sample."""
+        service, stage = self._environments[self.benchmarks[job[0]].name]
+
+        def turn(before: IntArray) -> Awaitable[Generation]:
+            seed = derive_seed(sampling.seed, *identity(0, None, before)) if len(before) else sampling.seed
+            room = msgspec.structs.replace(sampling, seed=seed, max_tokens=sampling.max_tokens - len(before))
+            return self._generate(job, np.concatenate([source.token_ids, before], dtype=np.int32), room)
+
+        def act(steps: Sequence[Step], action: Action) -> Awaitable[Observation]:
+            asked: Any = source.problem, steps, action
+            return stage.ask(job, lambda each, deadline: each.act(*asked, seed=sampling.seed, deadline=deadline))
+
+        return await play(service.rules, turn, act, most=sampling.max_tokens)
 
     async def _response(
         self, job: Job, prompt_ids: IntArray, sampling: SamplingSettings

@@ -14,10 +14,10 @@ from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Opened
-from spot_async.checks.environments import PlannedEnvironment
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.environments.call_reader import CallReader
+from spot_async.environments.planning import PlannedEnvironment
 from spot_async.environments.served import ServedEnvironment
 from spot_async.loop.orchestrator import OrchestratorSettings
 from spot_async.models.vocabulary import Vocabulary

@@ -45,6 +45,7 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.assembly import RunEnvironment
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.running.summary import evaluation_summary
 from spot_async.spending.run_spending import RunSpending, spending_words, summarize_spending
@@ -103,6 +104,11 @@ async def measure(
             generator=generator,
             verifiers=await open_verifiers(benchmarks, stack),
             vocabulary=vocabulary,
+            environments={
+                each.name: (await stack.enter_async_context(RunEnvironment(each.environment, vocabulary))).service
+                for each in benchmarks
+                if each.environment is not None and vocabulary is not None
+            },
             events=events,
         )
         events.publish(EvaluationBegan(sampler.stages))

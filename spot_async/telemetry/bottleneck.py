@@ -308,6 +308,7 @@ SERVER_ADVICE = {
     "or a device of its own",
     "teacher": "a faster teacher server (the local engine: teacher.backend.threads), or a smaller teacher",
     "verifier": "more worker processes for the verifier (math_verify: verifier.workers), or a faster one",
+    "environment": "more processes for the environment (environment.workers), or one that answers faster",
     "reference": "a faster server for the reference",
 }
 TEACHER_WRITES_ADVICE = (

@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 
 from spot_async.base.tasks import gather
-from spot_async.config import Config
-from spot_async.config.environment import EnvironmentConfig
+from spot_async.config import EnvironmentConfig
 from spot_async.environments.call_reader import CallForm
 from spot_async.environments.served import ServedEnvironment
 from spot_async.errors import ConfigError
 from spot_async.models.bridges import Bridges
 from spot_async.models.calls import check_calls, response_template
 from spot_async.models.files import ModelFiles
-from spot_async.types import PolicyNeeds, Problem
+from spot_async.types import Problem
 
 ASKED_TWICE = 8  # problems whose opening must be the same when it is asked once more
 OPENING_TIMEOUT_S = 600.0
@@ -92,19 +91,3 @@ def plan_environment(
     template = response_template(student.vocabulary, bridges.template_text, settings.calls)
     check_calls(bridges, template, found.tools, settings.calls)
     return PlannedEnvironment(settings, bridges, CallForm(template, found.tools, bridges.generation_prompt))
-
-
-def check_environment(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError for what does not go with an environment."""
-    if config.environment is None:
-        return
-    if config.own_tokenizers:
-        raise ConfigError(
-            f"environment: {config.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md): remove "
-            "one of the two"
-        )
-    if needs.teacher_responses:
-        raise ConfigError(
-            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play (docs/not-"
-            "built.md): take a method that learns from the student's responses"
-        )
