@@ -73,7 +73,10 @@ class SampleRecord(SampleSummary, kw_only=True):
     teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
     response: str = ""
     version: str | None = None  # of the weights that sampled it; None if it is not the student's response
-    writers: list[tuple[int, int, str | None]] = []  # where others wrote a part: start, end, weights or None
+    # Where others wrote a part: start, end, and weights, "environment" or None.
+    writers: list[tuple[int, int, str | None]] = []
+    turns: list[int] = []  # where each turn begins, beside an environment
+    ended: str = ""  # why no further turn followed
     behavior_logprobs: list[float | None] | None = None
     teacher_logprobs: list[float | None] | None = None
     teacher_entropy_nats: list[float | None] | None = None

@@ -97,10 +97,16 @@ def legend(colouring: Colouring) -> Text:
 
 
 def response_text(colouring: Colouring) -> Text:
-    """Return the response's tokens on their colours, with the chosen ones underlined and the probed ones numbered."""
-    text = Text()
+    """Return the response's tokens on their colours, with the chosen ones underlined and the probed ones numbered.
+
+    Each turn, and what an environment answered to it, begins a line.
+    """
+    text, was_read = Text(), False
     for token in colouring.tokens:
-        style = _style(colouring, token.level)
+        style = "dim" if token.is_read else _style(colouring, token.level)
+        if token.is_read != was_read:
+            text.append("\n")
+        was_read = token.is_read
         text.append(token.text, style=f"bold underline {style}".strip() if token.is_framed else style)
         if token.mark is not None:
             text.append(mark_symbol(token.mark), style="bold")

@@ -77,6 +77,7 @@ class PolicySettings:
 
 
 GUIDED = PolicySettings()
+ENVIRONMENT = "environment"  # who wrote what was only read
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class TokenView:
     label: str  # the numbers behind it
     mark: int | None = None  # number of the branch that probes it, from 1
     is_framed: bool = False  # whether the method chose it
+    is_read: bool = False  # whether an environment wrote it
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,16 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     gated = frozenset(sample.gated_positions)
+    read = {t for start, end, who in sample.writers if who == ENVIRONMENT for t in range(start, end)}
     name = "entropy share" if policy.selection == "entropy" else "score"
     labels = [token_label(sample, position, texts[position], name) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
         return tuple(
-            TokenView(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated)
+            TokenView(
+                *(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated),
+                is_read=t in read,
+            )
             for t in range(length)
         )
 
@@ -163,6 +169,8 @@ def remarks(sample: SampleRecord) -> list[str]:
             found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
     if sample.writers:
         found.append(f"written by {', '.join(f'{who} {places}' for who, places in _writers(sample).items())}")
+    if sample.turns:
+        found.append(f"{counted(len(sample.turns), 'turn')}, ended by {visible(sample.ended)}")
     if sample.teacher:
         found.append(f"taught by {visible(sample.teacher)}")
     if sample.advantage is not None:
@@ -183,6 +191,8 @@ def _writers(sample: SampleRecord) -> dict[str, str]:
 
 
 def _writer(version: str | None) -> str:
+    if version == ENVIRONMENT:
+        return "the environment"
     return "others" if version is None else f"weights {visible(version)}"
 
 
