@@ -80,6 +80,7 @@ ATTEMPTS_FAILED = "attempts failed"
 RESTARTED = "trainer restarted"  # the run continued from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
 NO_ADVICE = "no advice"  # the teacher does not point to right answers, or no longer does
+NO_TURNS = "no turns"  # most responses called nothing, or ran out of turns
 FELL = "entropy fell"  # of the student, within an iteration
 
 CONFIGS = "configs"

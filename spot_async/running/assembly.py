@@ -82,7 +82,7 @@ class RunEnvironment(Opened):
 
     def __init__(self, planned: PlannedEnvironment, vocabulary: Vocabulary) -> None:
         settings, bridges = planned.settings, planned.bridges
-        self._served = ServedEnvironment(settings)
+        self.served = ServedEnvironment(settings)
         self._reader = None if planned.calls is None else CallReader(planned.calls, workers=settings.workers)
         rules = Rules(
             vocabulary=vocabulary,
@@ -92,10 +92,10 @@ class RunEnvironment(Opened):
             max_turns=settings.max_turns,
             max_observation_tokens=settings.max_observation_tokens,
         )
-        self.service = EnvironmentService(server=self._served, rules=rules, judge=settings.judge)
+        self.service = EnvironmentService(server=self.served, rules=rules, judge=settings.judge)
 
     async def _open(self, stack: AsyncExitStack) -> None:
-        await stack.enter_async_context(self._served)
+        await stack.enter_async_context(self.served)
         if self._reader is not None:
             await stack.enter_async_context(self._reader)
 

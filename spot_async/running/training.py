@@ -29,7 +29,7 @@ from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.run_directory.layout import FELL, MISMATCHED, NO_ADVICE, RunDirectory
+from spot_async.run_directory.layout import FELL, MISMATCHED, NO_ADVICE, NO_TURNS, RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
@@ -43,7 +43,7 @@ from spot_async.running.run_trainer import Restarts, RunTrainer, trainer_setting
 from spot_async.running.services import Companions, OpenServices, StartListener, core_shares, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.failures import EntropyHistory, FailureLog, IterationWarning, mismatch_words
+from spot_async.telemetry.failures import EntropyHistory, FailureLog, IterationWarning, mismatch_words, unplayed_words
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.outcome_slope import OutcomeHistory
@@ -229,6 +229,8 @@ class TrainingRun:
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
         rows = await self._rows()
         self._warn_once(NO_ADVICE, OutcomeHistory(rows).warning)
+        if self._config.environment is not None:
+            self._warn_once(NO_TURNS, unplayed_words)
         baseline = getattr(self._config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:
             self._warn_once(FELL, EntropyHistory(rows, baseline).warning)

@@ -30,6 +30,10 @@ SAY_EVERY_S = 60.0
 FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
 KINDS_SHOWN = 5
 ENTROPY = "rollout/entropy_nats"
+NEVER_CALLS = (
+    "more than half of the responses got no answer from the environment: distilling a student that never calls teaches "
+    "nothing about tools. Begin with a student that calls, or show it in the prompt"
+)
 COLLAPSED = 0.1  # share of an iteration's entropy that the next one has left
 REASON_CHARACTERS = 160
 CAUSES = (
@@ -164,6 +168,16 @@ class EntropyHistory:
             f"the student's entropy fell from {before:.2g} to {now:.2g} nats a token within an iteration. With "
             f"policy.baseline={self._baseline:g} nothing ends the branch's push: lower policy.baseline, or policy.beta"
         )
+
+
+def unplayed_words(finished: IterationFinished) -> str:
+    """Return what is wrong if most responses of an iteration got nothing from the environment; empty if they did."""
+    of_it = {name: finished.means.get(f"environment/{name}", 0.0) for name in ("calls", "out_of_turns")}
+    if of_it["calls"] < 1 / 2:
+        return NEVER_CALLS
+    if of_it["out_of_turns"] > 1 / 2:
+        return "more than half of the responses ran out of turns, and have no answer: raise environment.max_turns"
+    return ""
 
 
 class IterationWarning:

@@ -36,6 +36,7 @@ from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.running.rehearsal import rehearse
+from spot_async.tools.check.episodes import PlayedEpisodes
 from spot_async.tools.check.problems import JudgedSet, check_sets, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
 from spot_async.tools.check.servers import examine, show_servers
@@ -208,6 +209,7 @@ class ServersCheck:
 
     diagnosis: Diagnosis | None = None
     slope: Slope | None = None  # with `--slope`
+    episodes: PlayedEpisodes | None = None  # beside an environment
 
     def run(
         self, screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool, problems: int | None
@@ -224,8 +226,14 @@ class ServersCheck:
             if is_shown:
                 show_servers(screen, found)
 
+        def played(found: PlayedEpisodes) -> None:
+            self.episodes = found
+            if is_shown:
+                screen.print(Text(f"environment: {found.words}"), soft_wrap=True)
+                show_warnings(screen, found.doubts)
+
         with status if is_shown else contextlib.nullcontext():
-            self.slope = asyncio.run(examine(config, plan, directory, diagnosed, problems, status.update))
+            self.slope = asyncio.run(examine(config, plan, directory, diagnosed, played, problems, status.update))
         if is_shown and self.slope is not None:
             show_slope(screen, self.slope)
 
@@ -238,4 +246,6 @@ def print_json(screen: Console, found: FilesCheck, of_servers: ServersCheck) -> 
         tree |= {"roles": roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     if of_servers.slope is not None:
         tree["slope"] = of_servers.slope
+    if of_servers.episodes is not None:
+        tree["episodes"] = of_servers.episodes
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)

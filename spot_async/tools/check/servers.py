@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import UNSET
 from rich import box
@@ -19,10 +19,11 @@ from spot_async.checks.score_rows import RIGHT
 from spot_async.checks.server_diagnosis import UNLIKELY
 from spot_async.checks.server_facts import Answer, ServerFacts, known
 from spot_async.config import Config
-from spot_async.running.assembly import make_spending, make_verifier
+from spot_async.running.assembly import make_environment, make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.telemetry.bottleneck import percent
+from spot_async.tools.check.episodes import PlayedEpisodes, play_episodes
 from spot_async.tools.check.slope import Slope, measure_slope
 from spot_async.tools.check.view import show_warnings
 from spot_async.types import LogprobTemperature
@@ -35,21 +36,27 @@ async def examine(
     plan: TrainPlan,
     directory: Path,
     diagnosed: Callable[[Diagnosis], None],
+    played: Callable[[PlayedEpisodes], None] = lambda found: None,
     problems: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Slope | None:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`.
 
-    `diagnosed` gets what was found. With `problems` return what so many say of the teacher, for which servers are
-    opened as for training: unsafe ones are refused (ConfigError). `tell` gets how far that is.
+    `diagnosed` gets what was found, and `played` what episodes showed. With `problems` return what so many say of the
+    teacher, for which servers are opened as for training: unsafe ones are refused (ConfigError). `tell` gets how far
+    that is.
     """
     spending = make_spending(config, plan)
-    verifier = make_verifier(config, spending)
+    verifier, environment = make_verifier(config, spending), make_environment(plan)
     listener = StartListener(diagnosed=diagnosed)
-    beside = Companions(spending=spending, entered=[verifier], listener=listener)
+    entered: list[AbstractAsyncContextManager[Any]] = [verifier]
+    entered += [] if environment is None else [environment]
+    beside = Companions(spending=spending, entered=entered, listener=listener)
     opening = open_services(plan.served, directory, run=(config, plan), is_used=problems is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
         await open_verifiers(plan.evaluation, stack)
+        if environment is not None:
+            played(await play_episodes(config, plan, services, verifier, environment))
         if problems is None:
             return None
         return await measure_slope(config, plan, services, verifier, problems, tell)

@@ -1,0 +1,113 @@
+"""Plays a few episodes with a run's student and environment, and one of them again in new processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import msgspec
+
+from spot_async.base.tasks import gather
+from spot_async.base.text import counted
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.environments.served import ServedEnvironment
+from spot_async.errors import ConfigError, RequestError
+from spot_async.models.episodes import Action, Observation, Step
+from spot_async.protocols import Environment, Verifier
+from spot_async.running.assembly import RunEnvironment, make_stages
+from spot_async.running.services import OpenServices
+from spot_async.telemetry.failures import NEVER_CALLS
+from spot_async.types import Problem, Prompt, Sample
+
+EPISODES = 8
+AGAIN_TIMEOUT_S = 600.0
+
+
+class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a few episodes showed. Shares are of episodes."""
+
+    episodes: int
+    turns: float  # mean
+    calls: float
+    errors: float
+    unreadable: float
+    ended: Mapping[str, int]
+    replayed_steps: int  # that were answered alike by new processes
+
+    @property
+    def words(self) -> str:
+        ends = ", ".join(f"{many} by {why}" for why, many in sorted(self.ended.items()))
+        return (
+            f"{counted(self.episodes, 'episode')}: {self.turns:.1f} turns, {self.calls:.0%} had an answer, "
+            f"{self.errors:.0%} an error, {self.unreadable:.0%} a call that could not be read; ended {ends}. "
+            f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
+        )
+
+    @property
+    def doubts(self) -> list[str]:
+        return [NEVER_CALLS] if self.calls < 1 / 2 else []
+
+
+class _Noting:
+    """An environment that remembers the longest episode."""
+
+    def __init__(self, asked: Environment) -> None:
+        self._asked = asked
+        self.longest: tuple[Problem, int, list[Step]] | None = None
+        self.opening, self.reward = asked.opening, asked.reward
+
+    async def act(
+        self, problem: Problem, steps: Sequence[Step], action: Action, *, seed: int, deadline: float
+    ) -> Observation:
+        observation = await self._asked.act(problem, steps, action, seed=seed, deadline=deadline)
+        if self.longest is None or len(steps) >= len(self.longest[2]):
+            self.longest = problem, seed, [*steps, Step(action=action, observation=observation)]
+        return observation
+
+
+async def play_episodes(
+    config: Config, plan: TrainPlan, services: OpenServices, verifier: Verifier, environment: RunEnvironment
+) -> PlayedEpisodes:
+    """Play one response to each of a few prompts. Raises ConfigError if new processes answer otherwise."""
+    assert config.environment is not None
+    noting = _Noting(environment.served)
+    environment.service = replace(environment.service, server=noting)
+    stages = make_stages(config, plan, services, verifier, environment)
+
+    async def played(prompt: Prompt) -> Sample:
+        bound = stages.for_prompt(prompt)
+        response = await bound.rollout()
+        bare = Sample(supervision=None, metrics={}, record={"response_ids": response.token_ids})
+        return bound.recorded([bare])[0]
+
+    found = await gather(played(prompt) for prompt in islice(plan.schedule, EPISODES))
+    means = {
+        name: sum(each.metrics[f"environment/{name}"] for each in found) / len(found)
+        for name in ("turns", "calls", "errors", "unreadable")
+    }
+    steps: list[Step] = []
+    if noting.longest is not None:
+        problem, seed, steps = noting.longest
+        async with ServedEnvironment(config.environment) as again:
+            deadline = asyncio.get_running_loop().time() + AGAIN_TIMEOUT_S
+            *before, last = steps
+            try:
+                now = await again.act(problem, before, last.action, seed=seed, deadline=deadline)
+            except RequestError as error:
+                raise ConfigError(str(error)) from None
+            if now != last.observation:
+                raise ConfigError(
+                    f"environment: turn {len(steps)} of problem {problem.id!r} was answered differently when it was "
+                    f"played again: {last.observation.texts}, then {now.texts}: it depends on more than problem, seed "
+                    "and actions"
+                )
+    return PlayedEpisodes(
+        episodes=len(found),
+        ended=Counter(each.record["ended"] for each in found),
+        replayed_steps=len(steps),
+        **means,
+    )
