@@ -8,7 +8,6 @@ problems.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import random
@@ -30,6 +29,7 @@ from spot_async.base.text import first_line
 from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig, teacher_role
 from spot_async.data.template_trial import overdoes
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.episodes import Tools
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import ChatTurn, IntArray, Problem, Prompt, PromptSource, place_in_run
 
@@ -58,16 +58,11 @@ class PromptRenderer:
     `tools` are the JSON schemas of those that the prompt is to show.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        config: PromptConfig,
-        key: str = "prompt",
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, key: str = "prompt", tools: Tools = ()) -> None:
         self.key = key  # the section that says how, for messages
         self._arguments_key = f"{'prompt' if key == 'evaluation' else key}.template_arguments"
         self._tokenizer = vocabulary.tokenizer
+        self._added = vocabulary.added
         self._config = config
         used = self._template_config
         self._arguments: dict[str, Any] = dict(used.template_arguments)
@@ -252,13 +247,6 @@ class PromptRenderer:
             for turn in chat
         )
 
-    @functools.cached_property
-    def _added(self) -> re.Pattern[str]:
-        """Matches what is one token as it stands. Which of these are control tokens, transformers decides."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        texts = [re.escape(each.content) for each in added if each.special or not each.content.isspace()]
-        return re.compile("|".join(texts) or "(?!)")
-
     def _render(self, messages: Sequence[object], **arguments: Any) -> Any:
         """Apply the template to one chat, or to each of a list of chats."""
         return self._tokenizer.apply_chat_template(
@@ -288,13 +276,7 @@ class TeacherPromptRenderer(PromptRenderer):
     `name` is that of one of several, whose section is its own (`teachers.<name>.prompt`).
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        config: PromptConfig,
-        name: str = "",
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "", tools: Tools = ()) -> None:
         self._teacher = name
         super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher", tools)
 

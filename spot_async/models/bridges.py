@@ -10,7 +10,8 @@ last message. A model that is trained on its turns as they were would never meet
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 
 from spot_async.base.text import first_line, shortened
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.episodes import Call
+from spot_async.models.episodes import Call, Tools
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import IntArray
 
@@ -28,7 +29,7 @@ EMPTY_BLOCKS = (
 )
 _MARK = "w7"  # begins the words by which texts are found
 _ASKED, _THOUGHT, _SAID, _SEEN, _TOOL = (_MARK + word for word in ("asked", "thought", "said", "seen", "tool"))
-_QUESTION = {"role": "user", "content": _ASKED}
+_QUESTION, _TURN = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
 # As models spell it: <think>, <seed:think>, [THINK].
 _OPEN, _CLOSE = (rf"(?i:[<\[]{slash}(?:\w+:)?think(?:ing)?[>\]])" for slash in ("", "/"))
 _EMPTY_THINKING = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*")
@@ -49,24 +50,25 @@ class Bridges:
         self,
         vocabulary: Vocabulary,
         arguments: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
         *,
         role: Literal["auto", "tool", "user"] = "auto",
         history: Literal["exact", "kept"] = "exact",
     ) -> None:
-        """Find the bridge. `arguments` and `tools`, JSON schemas, are what `apply_chat_template` gets beside messages.
+        """Find the bridge. `arguments` is what `apply_chat_template` gets beside messages and tools.
 
-        Raises ConfigError if the template writes no bridge, or rewrites earlier turns though `history` is `exact`.
+        Raises ConfigError if the template writes no bridge, or rewrites earlier turns though `history` is `exact`, and
+        DataError if it fails.
         """
-        self._tokenizer = vocabulary.tokenizer
-        self._arguments = dict(arguments)
-        self._tools = list(tools) or None
+        self._tokenizer, self._added = vocabulary.tokenizer, vocabulary.added
+        shown = list(tools) or None
+        self.template_text = str(self._tokenizer.get_chat_template(arguments.get("chat_template"), shown))
+        self._arguments = {**arguments, "tools": shown, "chat_template": self.template_text}
         self.role = role if role != "auto" else "tool" if tools else "user"
         self._other = "user" if self.role == "tool" else "tool"
         self._stops = {str(self._tokenizer.convert_ids_to_tokens(each)): each for each in vocabulary.end_token_ids}
-        self._stop = _any_of(self._stops)
-        self._control = _any_of(self._control_tokens())
-        self._prompt = self.render([_QUESTION])
+        self._stop = re.compile("|".join(map(re.escape, sorted(self._stops, key=len, reverse=True))))
+        self._prompt = self._render([_QUESTION])
         self.generation_prompt = self._prompt.rpartition(_ASKED)[2]
         self._begun = _BEGUN_THINKING.search(self._prompt)
         mark = self._begun or re.search(_OPEN, self.template_text)
@@ -81,6 +83,7 @@ class Bridges:
                     f"none to go on from ({why}): set environment.role={self._other}, or give prompt.template a Jinja "
                     "file that does"
                 )
+        self._in_bridges = self._without_tools()
         self.doubts = self._check(history)
 
     def between(self, texts: Sequence[str]) -> IntArray:
@@ -89,22 +92,22 @@ class Bridges:
         `texts` answer the turn's calls, one for each; for role `user` there is one. Control tokens that they spell are
         letters. Raises DataError if they cannot be, or if the template shows these texts otherwise than others.
         """
-        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens  # slow to import
-
-        try:
-            behind = self._behind([mark_control_tokens(text, self._control) for text in texts])
-            inner = behind.removeprefix(self._before).removesuffix(self._after)
-            if len(self._before) + len(inner) + len(self._after) != len(behind):
-                raise ValueError("the chat template shows an answer otherwise than others")
-            ids = encode_marked_chat(self._tokenizer, behind)
-        except ValueError as error:
-            raise DataError(f"environment: {first_line(error)} ({shortened(str(list(texts)), 60)})") from None
-        return np.array(ids[1:], np.int32)
+        head, behind = self._parts(texts, **self._in_bridges)
+        inner = behind.removeprefix(self._before).removesuffix(self._after)
+        if len(self._before) + len(inner) + len(self._after) != len(behind):
+            shown = shortened(str(list(texts)), 60)
+            raise DataError(f"environment: the chat template shows {shown} otherwise than other answers")
+        chat = self._chat([_TURN], texts)
+        spells = any(map(self._added.search, texts))  # or it is much faster
+        found = self._apply(chat, tokenize=True, sanitize_control_tokens=spells, **self._in_bridges)
+        ids = np.array(found["input_ids"], np.int32)
+        ends = np.flatnonzero(np.isin(ids, list(self._stops.values())))
+        return ids[ends[len(self._stop.findall(head))] + 1 :]
 
     def written(self, call: Call) -> str:
         """Return the text of a turn in which the template shows a call, as a model would write it behind a prompt."""
         turn = {"role": "assistant", "content": "", "tool_calls": _in_messages([call])}
-        _, _, text = self.render([_QUESTION, turn], is_asked=False).partition(_ASKED)
+        _, _, text = self._render([_QUESTION, turn], add_generation_prompt=False).partition(_ASKED)
         begun = self.generation_prompt  # of its thinking, a turn that is over may show nothing
         bare, unbegun = (pattern.sub("", begun) for pattern in (_EMPTY_THINKING, _BEGUN_THINKING))
         for head, ended in ((begun, ""), (bare, ""), (unbegun, self._close)):
@@ -112,51 +115,47 @@ class Bridges:
                 return ended + self._stop.split(text.removeprefix(head), maxsplit=1)[0]
         return text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, is_asked: bool = True) -> str:
-        """Return a chat's text; if `is_asked`, with what begins the next turn. Raises DataError if that fails."""
+    def _apply(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Any:
+        """Apply the template, with what begins the next turn. Raises DataError if that fails."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, add_generation_prompt=is_asked, tokenize=False, **self._arguments
+            return self._tokenizer.apply_chat_template(
+                list(messages), **{"add_generation_prompt": True, **self._arguments, **arguments}
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             raise DataError(f"environment.role={self.role}: the chat template fails: {first_line(error)}") from None
-        return str(text)
 
-    @property
-    def template_text(self) -> str:
-        """The chat template itself, in Jinja."""
-        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), self._tools))
-
-    def _control_tokens(self) -> Iterator[str]:
-        """Yield what transformers takes for control tokens: special tokens, and those that the template writes."""
-        named = self._tokenizer.chat_control_tokens
-        written = self.template_text if named is None else named
-        for token in self._tokenizer.added_tokens_decoder.values():
-            if token.special or (token.content in written and not token.content.isspace()):
-                yield token.content
+    def _render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        return str(self._apply(messages, tokenize=False, **arguments))
 
     def _chat(self, turns: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Mapping[str, Any]]:
         """Return a question, and turns that are each answered with these texts."""
         messages: list[Mapping[str, Any]] = [_QUESTION]
         calls = _in_messages([Call(name=_TOOL)] * len(texts))
         for turn in turns:
-            messages.append({"role": "assistant", **turn, **({"tool_calls": calls} if self._is_calling else {})})
+            messages.append({**turn, "tool_calls": calls} if self._is_calling else turn)
             for call, text in zip(calls, texts, strict=True):
                 of_call = {"name": _TOOL, "tool_call_id": call["id"]} if self.role == "tool" else {}
                 messages.append({"role": self.role, "content": text, **of_call})
         return messages
 
-    def _behind(self, texts: Sequence[str]) -> str:
-        """Return what the template writes from a turn's end token to the next turn."""
-        _, _, text = self.render(self._chat([{"content": _SAID}], texts)).partition(_SAID)
+    def _parts(self, texts: Sequence[str], **arguments: Any) -> tuple[str, str]:
+        """Return the text in front of a turn that is answered so, and that from its end token to the next turn."""
+        head, _, text = self._render(self._chat([_TURN], texts), **arguments).partition(_SAID)
         end = self._stop.search(text)
-        return "" if end is None else text[end.start() :]
+        return head, "" if end is None else text[end.start() :]
+
+    def _without_tools(self) -> dict[str, Any]:
+        """Return the arguments for bridges: without tools, which are long, unless those are written there."""
+        with suppress(DataError):
+            if self._parts([_SEEN], tools=None)[1] == self._before + _SEEN + self._after:
+                return {"tools": None}
+        return {}
 
     def _find(self) -> str:
         """Take what stands around an answer. Return why there is no bridge; empty if there is one."""
         try:
-            text = self.render(self._chat([{"content": _SAID}], [_SEEN]))
-            begins = self.generation_prompt.removeprefix(self.render([_QUESTION], is_asked=False).rpartition(_ASKED)[2])
+            text = self._render(self._chat([_TURN], [_SEEN]))
+            unasked = self._render([_QUESTION], add_generation_prompt=False)
         except DataError as error:
             return str(error).partition(": ")[2]
         said, seen = text.split(_SAID), text.split(_SEEN)
@@ -168,8 +167,9 @@ class Bridges:
             return "it ends the turn with no end token"
         self._written_call = before[: end.start()] if self._is_calling else ""
         self._before, self.turn_end = before[end.start() :], self._stops[end[0]]
-        if _TOOL in self._before:
-            return "it writes the tool's name into the answer"
+        if _MARK in self._before + self._after:
+            return "it writes the call's name or id into the answer"
+        begins = self.generation_prompt.removeprefix(unasked.rpartition(_ASKED)[2])
         if not self._after.endswith(begins) or self._after.endswith(tuple(self._stops)):
             return f"the next turn would begin behind {_quoted(self._after)}"
         return ""
@@ -178,11 +178,11 @@ class Bridges:
         """Compare two turns, as a model may write them, with what the template shows of them afterwards."""
         doubts = []
         for turn, content in self._turns():
-            kept = self._prompt + 2 * (turn + self._written_call + self._behind([_SEEN]))
-            forms = [{"content": content}]
+            kept = self._prompt + 2 * (turn + self._written_call + self._before + _SEEN + self._after)
+            forms = [{**_TURN, "content": content}]
             if _THOUGHT in turn:
-                forms.append({"content": _SAID, "reasoning_content": _THOUGHT})
-            shown = [self.render(self._chat([form, form], [_SEEN])) for form in forms]
+                forms.append({**_TURN, "reasoning_content": _THOUGHT})
+            shown = [self._render(self._chat([form, form], [_SEEN])) for form in forms]
             if _bare(kept) in map(_bare, shown):
                 continue
             if _bare(_without_empty(kept)) in (_bare(_without_empty(each)) for each in shown):
@@ -233,8 +233,3 @@ def _bare(text: str) -> str:
 
 def _quoted(text: str) -> str:
     return shortened(repr(text), 60)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of these texts, and of those that begin alike the longest."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -8,7 +8,7 @@ would pass for an answer. So at plan time the chat template writes a call of eac
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import msgspec
 from spot_async.base.files import decode_json, read_bounded, reading
 from spot_async.base.text import first_line, shortened
 from spot_async.errors import ConfigError
-from spot_async.models.episodes import Call
+from spot_async.models.episodes import Call, Tools
 
 if TYPE_CHECKING:
     from spot_async.models.bridges import Bridges
@@ -50,9 +50,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 _EXAMPLES = {"integer": 7, "number": 2.5, "boolean": True, "array": ["a"], "object": {"a": "b"}}
 
 
-def read_calls(
-    template: Mapping[str, Any], text: str, tools: Sequence[Mapping[str, Any]], prompt: str = ""
-) -> tuple[Call, ...]:
+def read_calls(template: Mapping[str, Any], text: str, tools: Tools, prompt: str = "") -> tuple[Call, ...]:
     """Return the calls of a turn, in their order; none if it has none. Raises ValueError for one that cannot be read.
 
     `text` has special tokens, and not the turn's end. `tools` are JSON schemas, by which arguments get their types.
@@ -97,9 +95,7 @@ def response_template(vocabulary: Vocabulary, chat_template: str, path: Path | N
     )
 
 
-def check_calls(
-    bridges: Bridges, template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], path: Path | None = None
-) -> None:
+def check_calls(bridges: Bridges, template: Mapping[str, Any], tools: Tools, path: Path | None = None) -> None:
     """Raise ConfigError if a call that the chat template writes is not read as it was. `path` is the template's file.
 
     A chat template that writes no calls leaves them to the prompt's text. Then only a file says how to read them.

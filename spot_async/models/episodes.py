@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as chat templates show them to a model
 # `error`: what a tool raised. `unreadable`: a call that could not be read. `killed`: what took too long or too much.
 ObservationKind = Literal["answer", "error", "unreadable", "killed"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,13 @@ class Vocabulary:
     def encode(self, text: str) -> IntArray:
         """Return the tokens (T,) of a text. Special tokens that it spells are those tokens, and no others are added."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    @functools.cached_property
+    def added(self) -> re.Pattern[str]:
+        """Matches what is one token as it stands. Which of these are control tokens, transformers decides."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = [re.escape(each.content) for each in added if each.special or not each.content.isspace()]
+        return re.compile("|".join(texts) or "(?!)")
 
     @functools.cached_property
     def fingerprint(self) -> str:

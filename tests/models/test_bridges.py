@@ -181,7 +181,8 @@ def test_thinking_that_a_template_shows_as_a_part_of_its_own_is_no_rewriting(voc
     [
         (NO_TOOLS, "tool", "writes no tool message .*: set environment.role=user, or give prompt.template"),
         (ALTERNATING, "tool", r"\(the chat template fails: Roles must alternate\): set environment.role=user"),
-        (chatml(tool="{{ m.name }}: {{ m.content }}"), "tool", "the tool's name"),
+        (chatml(tool="{{ m.name }}: {{ m.content }}"), "tool", "the call's name or id"),
+        (chatml(tool="{{ m.content }} {{ m.tool_call_id }}"), "tool", "the call's name or id"),
         (chatml().replace("<|im_end|>", "<|fin|>"), "tool", "no end token"),
         (chatml().replace("_prompt", "_prompt and messages[-1].role == 'user'"), "tool", "begin behind '.n</tool_"),
         (chatml().replace("{% if add_gen", "<|endoftext|>{% if not add_gen"), "tool", "begin behind"),
@@ -205,7 +206,7 @@ def test_an_answer_that_cannot_be_bridged_is_refused_in_one_line(vocabulary):
     with pytest.raises(DataError, match=r"the chat template fails: No$"):
         found.between([""])
     found = bridges(vocabulary, chatml(tool="{% if m.content %}" + RESPONSES + "{% endif %}"))
-    with pytest.raises(DataError, match=r"^environment: the chat template shows an answer otherwise .*\(\[''\]\)$"):
+    with pytest.raises(DataError, match=r"^environment: the chat template shows \[''\] otherwise than other answers$"):
         found.between([""])
 
 
