@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -74,17 +73,8 @@ class Bridges:
         mark = self._begun or re.search(_OPEN, self.template_text)
         self._open = mark[0].strip() if mark else "<think>"
         self._close = f"{self._open[0]}/{self._open[1:]}"
-        self._is_calling = False  # whether turns call tools, where a template answers nothing else
-        if why := self._find():
-            self._is_calling = self.role == "tool"
-            if not self._is_calling or self._find():
-                raise ConfigError(
-                    f"environment.role={self.role}: the chat template writes no {self.role} message behind a turn, or "
-                    f"none to go on from ({why}): set environment.role={self._other}, or give prompt.template a Jinja "
-                    "file that does"
-                )
-        self._in_bridges = self._without_tools()
-        self.doubts = self._check(history)
+        self._find()
+        self.doubts = self._doubts(history)
 
     def between(self, texts: Sequence[str]) -> IntArray:
         """Return the ids (B,) between a turn's end token and the next turn.
@@ -92,15 +82,14 @@ class Bridges:
         `texts` answer the turn's calls, one for each; for role `user` there is one. Control tokens that they spell are
         letters. Raises DataError if they cannot be, or if the template shows these texts otherwise than others.
         """
-        head, behind = self._parts(texts, **self._in_bridges)
+        head, behind = self._parts(texts)
         inner = behind.removeprefix(self._before).removesuffix(self._after)
         if len(self._before) + len(inner) + len(self._after) != len(behind):
             shown = shortened(str(list(texts)), 60)
             raise DataError(f"environment: the chat template shows {shown} otherwise than other answers")
         chat = self._chat([_TURN], texts)
         spells = any(map(self._added.search, texts))  # or it is much faster
-        found = self._apply(chat, tokenize=True, sanitize_control_tokens=spells, **self._in_bridges)
-        ids = np.array(found["input_ids"], np.int32)
+        ids = np.array(self._apply(chat, tools=[], sanitize_control_tokens=spells)["input_ids"], np.int32)
         ends = np.flatnonzero(np.isin(ids, list(self._stops.values())))
         return ids[ends[len(self._stop.findall(head))] + 1 :]
 
@@ -138,24 +127,32 @@ class Bridges:
                 messages.append({"role": self.role, "content": text, **of_call})
         return messages
 
-    def _parts(self, texts: Sequence[str], **arguments: Any) -> tuple[str, str]:
-        """Return the text in front of a turn that is answered so, and that from its end token to the next turn."""
-        head, _, text = self._render(self._chat([_TURN], texts), **arguments).partition(_SAID)
+    def _parts(self, texts: Sequence[str]) -> tuple[str, str]:
+        """Return the text in front of a turn that is answered so, and that from its end token to the next turn.
+
+        The text in front shows no tools. They are long, and this is done for every turn.
+        """
+        head, _, text = self._render(self._chat([_TURN], texts), tools=[]).partition(_SAID)
         end = self._stop.search(text)
         return head, "" if end is None else text[end.start() :]
 
-    def _without_tools(self) -> dict[str, Any]:
-        """Return the arguments for bridges: without tools, which are long, unless those are written there."""
-        with suppress(DataError):
-            if self._parts([_SEEN], tools=None)[1] == self._before + _SEEN + self._after:
-                return {"tools": None}
-        return {}
+    def _find(self) -> None:
+        self._is_calling = False  # whether turns call tools, where a template answers nothing else
+        if why := self._fault():
+            self._is_calling = self.role == "tool"
+            if not self._is_calling or self._fault():
+                raise ConfigError(
+                    f"environment.role={self.role}: the chat template writes no {self.role} message behind a turn, or "
+                    f"none to go on from ({why}): set environment.role={self._other}, or give prompt.template a Jinja "
+                    "file that does"
+                )
 
-    def _find(self) -> str:
+    def _fault(self) -> str:
         """Take what stands around an answer. Return why there is no bridge; empty if there is one."""
         try:
             text = self._render(self._chat([_TURN], [_SEEN]))
             unasked = self._render([_QUESTION], add_generation_prompt=False)
+            _, behind = self._parts([_SEEN])
         except DataError as error:
             return str(error).partition(": ")[2]
         said, seen = text.split(_SAID), text.split(_SEEN)
@@ -169,12 +166,14 @@ class Bridges:
         self._before, self.turn_end = before[end.start() :], self._stops[end[0]]
         if _MARK in self._before + self._after:
             return "it writes the call's name or id into the answer"
+        if behind != self._before + _SEEN + self._after:
+            return "it writes tools there"
         begins = self.generation_prompt.removeprefix(unasked.rpartition(_ASKED)[2])
         if not self._after.endswith(begins) or self._after.endswith(tuple(self._stops)):
             return f"the next turn would begin behind {_quoted(self._after)}"
         return ""
 
-    def _check(self, history: str) -> list[str]:
+    def _doubts(self, history: str) -> list[str]:
         """Compare two turns, as a model may write them, with what the template shows of them afterwards."""
         doubts = []
         for turn, content in self._turns():

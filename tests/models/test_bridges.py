@@ -183,6 +183,7 @@ def test_thinking_that_a_template_shows_as_a_part_of_its_own_is_no_rewriting(voc
         (ALTERNATING, "tool", r"\(the chat template fails: Roles must alternate\): set environment.role=user"),
         (chatml(tool="{{ m.name }}: {{ m.content }}"), "tool", "the call's name or id"),
         (chatml(tool="{{ m.content }} {{ m.tool_call_id }}"), "tool", "the call's name or id"),
+        (chatml(tool="{{ tools | tojson }}" + RESPONSES), "tool", "it writes tools there"),
         (chatml().replace("<|im_end|>", "<|fin|>"), "tool", "no end token"),
         (chatml().replace("_prompt", "_prompt and messages[-1].role == 'user'"), "tool", "begin behind '.n</tool_"),
         (chatml().replace("{% if add_gen", "<|endoftext|>{% if not add_gen"), "tool", "begin behind"),
