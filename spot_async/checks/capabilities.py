@@ -88,19 +88,8 @@ def check_capabilities(
 
 
 def check_environment(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError for what does not go with an environment."""
-    if config.environment is None:
-        return
-    if config.evaluation is not None and config.evaluation.thinking_tokens is not None:
-        raise ConfigError(
-            "evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut: remove it"
-        )
-    if config.own_tokenizers:
-        raise ConfigError(
-            f"environment: {config.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md): remove "
-            "one of the two"
-        )
-    if needs.teacher_responses:
+    """Raise ConfigError for a policy whose teacher would have to take turns with an environment."""
+    if config.environment is not None and needs.teacher_responses:
         raise ConfigError(
             f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play (docs/not-"
             "built.md): take a method that learns from the student's responses"

@@ -388,6 +388,12 @@ class Config(Section):
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
                 f"{' and '.join(self.teachers)}"
             )
+        if self.environment is not None and self.own_tokenizers:
+            raise ValueError(
+                f"environment: {self.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md)"
+            )
+        if self.environment is not None and self.evaluation is not None and self.evaluation.thinking_tokens:
+            raise ValueError("evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut")
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
 

@@ -1,0 +1,131 @@
+"""Runs whose student takes turns with an environment, from the configuration to the weights."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import ROOT, Command, assert_refused, invoke
+
+import spot_async
+
+EXAMPLE = ROOT / "examples" / "running_sum"
+
+
+@pytest.fixture(autouse=True)
+def _found_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+async def test_a_run_learns_from_episodes_and_evaluates_on_them(
+    tmp_path: Path, servers_on_threads: None, trainer_on_thread: None
+) -> None:
+    await spot_async.run_async(
+        {
+            "student": {"model": str(EXAMPLE / "student")},
+            "teacher": {"model": str(EXAMPLE / "teacher")},
+            "data": {"train": str(EXAMPLE / "data/heldout.jsonl")},
+            "environment": {"object": "text_worlds:Again"},
+            "prompt": {"instruction": ""},
+            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 240},
+            "policy": {"kind": "spot", "positions": 1, "probe_top_k": 2},
+            "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 2e-4},
+            "evaluation": {
+                "problems": str(EXAMPLE / "data/heldout.jsonl"),
+                **{"limit": 4, "samples": 1, "max_response_tokens": 240, "verifier": "boxed_match"},
+            },
+            "run": {"directory": str(tmp_path / "run")},
+        }
+    )
+    samples = samples_of(tmp_path / "run")
+    assert len(samples) == 16
+    several = [each for each in samples if len(each["turns"]) == 2]
+    assert len(several) > 8
+    for each in several:
+        assert each["problem"].count("1+1") == 0  # what reset said is in the prompt alone
+        (read,) = [span for span in each["writers"] if span[2] == "environment"]
+        assert read[1] == each["turns"][1]
+        assert {each["behavior_logprobs"][t] for t in range(read[0], read[1])} == {None}
+        assert not {branch["position"] for branch in each["branches"]} & set(range(read[0], read[1]))
+        assert each["ended"] in ("done", "tokens")
+    (row, *_) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["environment/turns"] > 1.5
+    assert 0 < row["environment/read_share"] < 0.5
+    assert row["environment/reward"] > 0.5
+    held_out = [json.loads(line) for line in (tmp_path / "run" / "evaluation-after.jsonl").read_text().splitlines()]
+    assert {each["turns"] for each in held_out} & {2}
+
+
+REFUSED = {
+    "an object that is not there": (
+        ["environment.object=no_such_module:Shop"],
+        ["environment.object=no_such_module:Shop", "No module named 'no_such_module'"],
+    ),
+    "a tool without a docstring": (
+        ["environment.object=text_worlds:undocumented"],
+        ["environment.object=text_worlds:undocumented", "docstring"],
+    ),
+    "calls that nothing reads": (
+        ["environment.object=text_worlds:add", "environment.role=user"],
+        ["nothing is known that reads this model's calls", "environment.calls"],
+    ),
+    "an opening that changes": (
+        ["environment.object=text_worlds:Moody"],
+        ["its opening depends on more than the problem"],
+    ),
+    "one turn": (
+        ["environment.object=text_worlds:Again", "environment.max_turns=1"],
+        ["environment.max_turns", "greater than or equal to 2"],
+    ),
+    "a teacher that writes": (
+        ["environment.object=text_worlds:Again", "policy={kind: kd}"],
+        ["environment: policy.kind=kd has a teacher write, and teachers do not play"],
+    ),
+    "a teacher with another tokenizer": (
+        ["environment.object=text_worlds:Again", "teacher.tokenizer=own"],
+        ["environment: teacher.tokenizer=own is not built beside it (docs/not-built.md)"],
+    ),
+    "a budget of thinking": (
+        ["environment.object=text_worlds:Again", "evaluation.thinking_tokens=8", "evaluation.thinking=true"],
+        ["evaluation.thinking_tokens: nobody knows which turn"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_an_environment_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, expected = REFUSED[name]
+    assert_refused(invoke(monkeypatch, "train", "configs/quickstart.yaml", "--dry-run", *keys), *expected)
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_in_an_episode_continues_to_the_same_weights(tmp_path: Path) -> None:
+    keys = [
+        "environment.object=text_worlds:Again",
+        *("training.iterations=4", "training.batch_size=8", "training.mini_batch_size=8"),
+        *("training.warmup_iterations=0", "training.checkpoint_every=1", "evaluation=null"),
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert Command("train", "configs/quickstart.yaml", f"run.directory={whole}", *keys).finish()[0] == 0
+    first = Command("train", "configs/quickstart.yaml", f"run.directory={killed}", *keys)
+    while not (killed / "metrics.jsonl").exists() or len((killed / "metrics.jsonl").read_text().splitlines()) < 2:
+        assert first.process.poll() is None
+        time.sleep(0.05)
+    first.process.send_signal(signal.SIGKILL)
+    first.finish()
+    first.assert_nothing_left()
+    assert Command("train", "--resume", str(killed)).finish()[0] == 0
+    weights = [(run / "student" / "model.safetensors").read_bytes() for run in (whole, killed)]
+    assert weights[0] == weights[1]
+    ids = [
+        sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(run)) for run in (whole, killed)
+    ]
+    assert ids[0] == ids[1]

@@ -1,0 +1,39 @@
+"""Environments that read text, for runs of the running sum's models: their answers are sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Again:
+    """Asks for another sum, and ends with the second answer."""
+
+    def reset(self, **row: Any) -> str:
+        self.turns = 0
+        return "1+1"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        return f"{self.turns}+2=", 0.5, self.turns >= 2
+
+
+class Moody(Again):
+    """Says something of a problem that depends on more than the problem."""
+
+    def reset(self, seed: int, **row: Any) -> str:
+        super().reset()
+        return f"{seed}+1"
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers.
+
+    Args:
+        first: A number.
+        second: Another one.
+    """
+    return first + second
+
+
+def undocumented(item: str) -> str:
+    return item
