@@ -96,6 +96,7 @@ def test_a_program_goes_on_with_a_run(folder, monkeypatch, capsys, servers_on_th
 def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch, capsys, servers_on_threads):
     monkeypatch.chdir(folder)
     runpy.run_path("one_prompt.py", run_name="__main__")
+    assert (folder / "runs" / "one_prompt").is_dir()  # server processes need it for their logs, threads do not
     response, *branches = capsys.readouterr().out.splitlines()
     assert response
     assert len(branches) == 8  # two positions, four candidates each
