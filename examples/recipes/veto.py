@@ -1,7 +1,7 @@
-"""Veto, a forward KL to a geometric mean of teacher and student, which the student itself can veto.
+"""Veto (arXiv 2601.07155): a forward KL to the teacher times a power of the student, which so can veto its tokens.
 
-paper: KL(p_t || p_S),  p_t proportional to p_T^beta p_S^(1 - beta), without a gradient, beta the same all along
-ours:  retargeted(compared(score(y), forward_kl()), beta log p_T + (1 - beta) log p_S), p_S of the student in training
+paper: KL(p_t || p_S),  p_t proportional to p_T p_S^b, without a gradient,  b falls linearly from beta to 0
+ours:  retargeted(compared(score(y), forward_kl()), log p_T + b log p_S), p_S of the student in training
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from spot_async.protocols import PromptStages
 class Veto:
     class Settings(spot.PluginSettings):
         top_k: int = 16
-        beta: float = Field(0.5, gt=0, le=1)  # the teacher's share
+        beta: float = Field(0.8, ge=0)
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
         self.settings, rows = settings, spot.row_bytes(settings.top_k)
@@ -29,10 +29,10 @@ class Veto:
         return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=(targets,))]
 
     def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:
-        samples, beta = [], self.settings.beta
+        samples, b = [], self.settings.beta * (1 - batch.progress)
         for sample, live in zip(batch.samples, batch.live, strict=True):
             (targets,) = sample.supervision.soft_targets
             log_p, log_q = spot.cells(targets, live.rows[0])
-            moved = spot.retargeted(targets, beta * log_p + (1 - beta) * log_q)
-            samples.append(spot.revised(sample, soft_targets=(moved,)))
+            moved = spot.retargeted(targets, log_p + b * log_q)
+            samples.append(spot.revised(sample, {"veto/b": b}, soft_targets=(moved,)))
         return samples

@@ -226,7 +226,8 @@ def taid(one: Response, group: Group) -> Tensor:
 
 
 def veto(one: Response, group: Group) -> Tensor:
-    return forward_kl((0.5 * one.teacher + 0.5 * one.student.detach()).log_softmax(-1), one.student)
+    b = 0.8 * (1 - one.progress)
+    return forward_kl((one.teacher + b * one.student.detach()).log_softmax(-1), one.student)
 
 
 def opd_then_rl(one: Response, group: Group) -> Tensor:
