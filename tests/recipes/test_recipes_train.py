@@ -17,7 +17,7 @@ from typing import Any
 import paper_lines
 import pytest
 import torch
-from paper_lines import Group, Response, agreed, forward_kl, margin, near, opsd, teachable
+from paper_lines import Group, Response, agreed, cal_opd, forward_kl, margin, near, opsd, teachable
 from recipes import NAMES, RECIPES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,7 +49,6 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "reopold": ["policy.mixture=0.3", "policy.share=0.5"],
     "ta_opd": [f"policy.top_k={WHOLE}", "policy.candidates=2", "policy.mass=0.8"],
     "tropd": [f"policy.top_k={WHOLE}", "policy.delta=1.0"],
-    "cal_opd": [f"policy.top_k={WHOLE}"],
     "paced": [f"policy.top_k={WHOLE}"],
     "taid": [f"policy.top_k={WHOLE}"],
     "veto": [f"policy.top_k={WHOLE}"],
@@ -108,6 +107,8 @@ def assert_telling(name: str, groups: list[Group]) -> None:
         case "uni_opd":
             assert any(margin(group) < 2 and {one.reward for one in group} == {0.0, 1.0} for group in groups)
             assert all(len({one.reward for one in group}) == 1 or len(group) in (2, 4) for group in groups)
+        case "cal_opd":
+            assert 0 < torch.cat([cal_opd(one, group) != 0 for group in groups for one in group]).double().mean() < 1
         case "fast_opd":
             assert max(len(one.ids) for one in ones) == 8 + 40 * ones[0].progress
         case "guided_prefix" | "speculative_kd":

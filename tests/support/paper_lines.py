@@ -86,6 +86,7 @@ class Response:
 
 
 Group = list[Response]  # of one prompt
+CAL_OPD_WORDS = ("so one", "then two")  # of its configuration
 
 
 def forward_kl(p: Tensor, q: Tensor, clip: float = math.inf) -> Tensor:
@@ -212,7 +213,12 @@ def tropd(one: Response, group: Group) -> Tensor:
 
 
 def cal_opd(one: Response, group: Group) -> Tensor:
-    return one.policy(one.of(one.teacher) - one.old - forward_kl(one.teacher, one.student))
+    """The difference to the student that is beyond half of what words on the answer do to the teacher."""
+    teacher = one.of(one.teacher)
+    told = torch.stack([one.of(one.rows("teacher", [f"{one.sample['problem']} {word}"])) for word in CAL_OPD_WORDS])
+    falls, rises = ((teacher - told).amax(0).clamp(min=0), (told - teacher).amax(0).clamp(min=0))
+    low, high = teacher - 0.5 * falls, teacher + 0.5 * rises
+    return one.policy((low - one.old).clamp(min=0) - (one.old - high).clamp(min=0))
 
 
 def vopd(one: Response, group: Group) -> Tensor:
