@@ -1,10 +1,11 @@
-"""TrOPD's region of trust (arXiv 2606.01249): OPD where the teacher is near, forward KL where it is far.
+"""TrOPD's region of trust (arXiv 2606.01249): OPD on tokens that the teacher would accept, forward KL on the others.
 
-paper: OPD on y_t with |log p_T(y_t) - log p_S(y_t)| <= delta; on the others forward KL, or nothing
-ours:  weighted(pull(score(y)), near) and weighted(compared(score(y), forward_kl()), ~near), near by the student in
-       training. Its guidance is in guided_prefix.py.
+paper: OPD on y_t with probability min(1, p_T(y_t) / p_S(y_t)), as in speculative decoding; forward KL on the others
+ours:  weighted(pull(score(y)), near) and weighted(compared(score(y), forward_kl()), ~near), near drawn by the student
+       in training. Its guidance is in guided_prefix.py.
 """
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +17,9 @@ from spot_async.protocols import PromptStages
 class TrOpd:
     class Settings(spot.PluginSettings):
         top_k: int = 16
-        delta: float = 2.0  # nats
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.settings, rows = settings, spot.row_bytes(settings.top_k)
+        self.settings, self.seed, rows = settings, context.run_seed, spot.row_bytes(settings.top_k)
         self.needs = spot.PolicyNeeds(teacher_top_k=settings.top_k, outcomes=False, term_bytes_per_token=rows)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
@@ -32,7 +32,8 @@ class TrOpd:
         samples = []
         for sample, live in zip(batch.samples, batch.live, strict=True):
             (targets,), (pull,) = sample.supervision.soft_targets, sample.supervision.pulls
-            near = np.abs(spot.difference(pull, live)) <= self.settings.delta
+            draw = random.Random(f"{self.seed} {batch.iteration} {sample.supervision.problem_id}")
+            near = np.array([draw.random() for _ in live.where]) < np.exp(spot.difference(pull, live))
             terms = {"pulls": (spot.weighted(pull, near),), "soft_targets": (spot.weighted(targets, ~near),)}
             samples.append(spot.revised(sample, {"tropd/near": float(near.mean())}, **terms))
         return samples

@@ -48,7 +48,7 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "speculative_kd": [f"policy.top_k={WHOLE}"],
     "reopold": ["policy.mixture=0.3", "policy.share=0.5"],
     "ta_opd": [f"policy.top_k={WHOLE}", "policy.candidates=2", "policy.mass=0.8"],
-    "tropd": [f"policy.top_k={WHOLE}", "policy.delta=1.0"],
+    "tropd": [f"policy.top_k={WHOLE}"],
     "paced": [f"policy.top_k={WHOLE}"],
     "taid": [f"policy.top_k={WHOLE}"],
     "veto": [f"policy.top_k={WHOLE}"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -205,7 +206,8 @@ def ta_opd(one: Response, group: Group) -> Tensor:
 
 
 def near(one: Response) -> Tensor:
-    return (one.of(one.teacher) - one.old).abs() <= 1.0
+    draw = random.Random(f"0 {int(one.sample['iteration']) - 1} {one.sample['problem_id']}")
+    return torch.tensor([draw.random() for _ in one.ids], dtype=torch.float64) < one.gap.exp()
 
 
 def tropd(one: Response, group: Group) -> Tensor:
