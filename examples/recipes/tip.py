@@ -1,8 +1,8 @@
 """TIP (arXiv 2604.14084): OPD on the tokens of a batch at which the student is least sure.
 
 paper: OPD on the share of the batch's tokens with the highest student entropy
-ours:  pulls = (pull(score(y), (H_S >= quantile of the batch) / share),), H_S of the student in training. The paper's other
-       score, which adds tokens that a sure student has wrong, is not here.
+ours:  pulls = (pull(score(y), (H_S >= quantile of the batch) / share),), H_S of the student in training. The paper's
+       other score, which adds tokens that a sure student has wrong, is not here.
 """
 
 from collections.abc import Sequence
