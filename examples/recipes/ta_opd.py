@@ -1,7 +1,7 @@
 """TA-OPD (arXiv 2605.26844): OPD where the teacher corrects among tokens that the student holds for likely itself.
 
-paper: OPD on the positions with a high sum_{v in S_t} p_T(v), S_t the student's top-k at t
-ours:  pulls = (pull(score(y), sum over S_t of p_T >= mass),), S_t of the student in training, among the teacher's top_k
+paper: OPD on the 5 % of positions with the highest D_t sum_{v in S_t} p_T(v), D_t a divergence, S_t the student's top-k
+ours:  pull(score(y), sum over S_t of p_T >= mass), without D_t; S_t of the student in training, of the teacher's top_k
 """
 
 from collections.abc import Sequence
