@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+import tempfile
 from typing import Any
 
 PROCESSES = 64  # at a time; the kernel does not count root's
@@ -21,12 +22,21 @@ FILES = 256  # open in one process
 _NEW_NETWORK, _NEW_OTHERS = 0x40000000, 0x20000 | 0x8000000 | 0x10000000 | 0x20000000  # mount, IPC, user, PID
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _PRIVATE = 1, 2, 4, 1 << 18
 _SET_ATTRIBUTES, _FROM_HERE, _RECURSIVE = 442, -100, 0x8000
-_DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _NO_RANDOM_ADDRESSES = 1, 4, 38, 0x40000
-_NO_CAPABILITIES = struct.pack("Ii", 0x20080522, 0), bytes(24)
+_DEATH_SIGNAL, _DUMPABLE, _SECURE_BITS, _NO_NEW_PRIVILEGES = 1, 4, 28, 38
+_ROOT_IS_NOBODY, _NO_CAPABILITIES = 3, (struct.pack("Ii", 0x20080522, 0), bytes(24))
+_NO_RANDOM_ADDRESSES = 0x40000
 
 
-def confine(memory_bytes: int, *, in_namespaces: bool, network: bool, parent: int) -> None:
-    """Return in a process that is shut in, and dies with `parent`, which forked it. Raises OSError, AttributeError.
+def end_with(parent: int, by: signal.Signals) -> None:
+    """Let a signal end this process when its parent dies. Linux only; does nothing elsewhere."""
+    if sys.platform == "linux":
+        _call("prctl", _DEATH_SIGNAL, by)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before we asked
+
+
+def confine(memory_bytes: int, in_namespaces: bool, network: bool, parent: int) -> None:
+    """Return in a process that is shut in, and dies with `parent`, which forked it. Raises OSError, ValueError.
 
     `memory_bytes` limit its address space, beyond what it has already. In namespaces it is a child of this process,
     which stays outside, where nothing reaches it, and ends all inside when it gets SIGTERM or the child ends.
@@ -40,13 +50,12 @@ def confine(memory_bytes: int, *, in_namespaces: bool, network: bool, parent: in
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     if in_namespaces:
         _enter_namespaces(network)
-    _call("prctl", _DEATH_SIGNAL, signal.SIGTERM if in_namespaces else signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before we asked
+    end_with(parent, signal.SIGTERM if in_namespaces else signal.SIGKILL)
     if in_namespaces:
         _become_first_process()
         _mount_own(memory_bytes)
         resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+        _call("prctl", _SECURE_BITS, _ROOT_IS_NOBODY, 0, 0, 0)
         _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         _call("capset", *_NO_CAPABILITIES)
         _call("personality", _NO_RANDOM_ADDRESSES)  # a program that prints one prints it again
@@ -82,7 +91,7 @@ def _mount_own(memory_bytes: int) -> None:
     _call("syscall", _SET_ATTRIBUTES, _FROM_HERE, b"/", _RECURSIVE, attributes, len(attributes))
     flags = _NO_SUID | _NO_DEVICES
     _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", flags, b"mode=1777,size=%d" % memory_bytes)
-    os.environ["TMPDIR"] = "/dev/shm"
+    tempfile.tempdir = os.environ["TMPDIR"] = "/dev/shm"
     try:
         _call("mount", b"proc", b"/proc", b"proc", flags | _READ_ONLY, None)
     except OSError:  # in a container that hides some of it

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import socket
 import sys
@@ -34,41 +35,44 @@ REPLY_BYTES = 1 << 20  # of a child, to one request
 TEXT_CHARACTERS = 1 << 16  # of what is answered to a turn; what is longer loses its middle
 HAD_NO_EFFECT = ("killed", "unreadable")  # kinds of answers to turns of which the environment knows nothing
 NO_TOOLS = ("reset", "get_reward")  # public methods that are none
-NUMBER_BYTES = 16  # of a request, before it and its reply
 
 
 class Failed(Exception):
     """The environment raised, or answered otherwise than before: it would again."""
 
 
-class Lost(Failed):
-    """A child was gone before it answered."""
+class Lost(Exception):
+    """A child was gone before it answered. The message says why."""
 
 
 class Episode:
     """An episode as the child has it that plays it. The zygote's own never begins."""
 
-    def __init__(self, names: list[str], arguments: dict[str, Any]) -> None:
+    def __init__(self, names: str | list[str], arguments: dict[str, Any]) -> None:
         """Import `module:name`, a class or functions. Raises whatever that raises."""
-        split = [name.partition(":") for name in names]
+        split = [name.partition(":") for name in ([names] if isinstance(names, str) else names)]
         found = [getattr(importlib.import_module(module), name) for module, _, name in split]
-        self.tools = {each.__name__: each for each in found}
-        self.reads_text, self.resets = hasattr(found[0], "step"), hasattr(found[0], "reset")
-        self._make: Any = None
+        self._make = partial(found[0], **arguments) if inspect.isclass(found[0]) else None
         self._object: Any = None  # functions have none
-        if inspect.isclass(found[0]):
-            self._make = partial(found[0], **arguments)
-            methods = dict(inspect.getmembers(found[0], inspect.isroutine))
-            self.tools = {name: methods[name] for name in methods if name[0] != "_" and name not in NO_TOOLS}
+        self._opening = ""
+        self.reads_text, resets = hasattr(found[0], "step"), hasattr(found[0], "reset")
+        self.tools = {each.__name__: each for each in found}
+        if self._make is not None:
+            methods = [] if self.reads_text else inspect.getmembers(found[0], inspect.isroutine)
+            self.tools = {name: tool for name, tool in methods if name[0] != "_" and name not in NO_TOOLS}
+        if not (self.tools or self.reads_text):
+            raise TypeError("there is no tool: no public method")
+        described = [[name, str(inspect.signature(tool)), inspect.getdoc(tool)] for name, tool in self.tools.items()]
+        self.description = {"reads_text": self.reads_text, "resets": resets, "tools": described}
 
-    def ready(self) -> None:
-        """Do nothing: there is a child that does."""
+    def opening(self) -> str:
+        return self._opening
 
-    def play(self, row: dict[str, Any], seed: int, steps: list[Any]) -> str:
-        """Begin, and play what was played before; return what the prompt says of the episode."""
+    def play(self, row: dict[str, Any], seed: int, steps: list[Any]) -> None:
+        """Begin, and play what was played before. Raises `Failed` if that is answered differently."""
         random.seed(seed)
         self._object = self._make and self._make()
-        opening = self._reset({**row, "seed": seed})
+        self._opening = self._reset({**row, "seed": seed})
         for number, step in enumerate(steps, 1):
             was = step["observation"]
             if was["kind"] not in HAD_NO_EFFECT and was != (now := self.act(step["action"])):
@@ -79,7 +83,6 @@ class Episode:
                     f"turn {number} of problem {row['id']!r} was answered differently when it was played again: "
                     f"{before}, then {after}: it depends on more than problem, seed and actions"
                 )
-        return opening
 
     def _reset(self, given: dict[str, Any]) -> str:
         reset = getattr(self._object, "reset", None)
@@ -153,11 +156,12 @@ def _as_text(value: Any, most: int) -> str:
 class Child:
     """A process that plays one episode."""
 
-    def __init__(self, episode: Episode, limits: dict[str, Any], not_its_own: list[int]) -> None:
+    def __init__(self, episode: Episode, settings: dict[str, Any], not_its_own: list[int]) -> None:
         """Fork. The child closes files that are not its own."""
         self.channel, channel = socket.socketpair()
-        self._ended_by = signal.SIGTERM if limits["in_namespaces"] else signal.SIGKILL
-        limits = {**limits, "parent": os.getpid()}
+        in_namespaces = settings["sandbox"] == "namespaces"
+        self._ended_by = signal.SIGTERM if in_namespaces else signal.SIGKILL
+        limits = settings["memory_limit_bytes"], in_namespaces, settings["network"], os.getpid()
         self._pid = os.fork()
         if not self._pid:
             _play(channel, episode, limits, [*not_its_own, self.channel.fileno()])
@@ -181,7 +185,7 @@ class Child:
 
         It stands behind the request's number, which no program that the child starts can guess.
         """
-        number, read = os.urandom(NUMBER_BYTES // 2).hex().encode(), b""
+        number, read = os.urandom(8).hex().encode(), b""
         self.channel.settimeout(until - time.monotonic())
         self.channel.sendall(number + request + b"\n")
         while not (line := re.search(rb"^%b(.*)\n" % number, read, re.MULTILINE)):
@@ -193,9 +197,15 @@ class Child:
             read += part
         return json.loads(line[1])
 
+    def waits(self) -> bool:
+        """Return whether it waits for a request. It is ended if it has ended itself, or written what nobody asked."""
+        if is_readable := bool(select.select([self.channel], [], [], 0)[0]):
+            self.end()
+        return not is_readable
+
     def close(self) -> None:
         """Let the episode close what it opened, and end the process."""
-        with suppress(Failed):  # it is ended then
+        with suppress(Failed, Lost):  # it is ended then
             self.ask("close", 1.0)
             self.end()
 
@@ -208,7 +218,9 @@ class Child:
         self.channel.close()
 
 
-def _play(channel: socket.socket, episode: Episode, limits: dict[str, Any], not_its_own: list[int]) -> NoReturn:
+def _play(
+    channel: socket.socket, episode: Episode, limits: tuple[int, bool, bool, int], not_its_own: list[int]
+) -> NoReturn:
     """Be the child: answer requests until there are no more."""
     try:
         os.setsid()
@@ -216,12 +228,12 @@ def _play(channel: socket.socket, episode: Episode, limits: dict[str, Any], not_
             os.close(each)
         refusal = ""
         try:
-            confinement.confine(**limits)
-        except (OSError, AttributeError) as error:
+            confinement.confine(*limits)
+        except (OSError, ValueError, AttributeError) as error:  # the last two: lower limits, and another system
             refusal = _said(error)
         for line in channel.makefile("rb"):
             try:
-                do, given = json.loads(line[NUMBER_BYTES:])
+                number, (do, given) = line[:16], json.loads(line[16:])
                 answer = ["lost", refusal] if refusal else ["result", getattr(episode, do)(**given)]
                 reply = json.dumps(answer, allow_nan=False)
             except MemoryError:
@@ -229,107 +241,90 @@ def _play(channel: socket.socket, episode: Episode, limits: dict[str, Any], not_
             except BaseException as error:  # noqa: BLE001 - whoever asked is told
                 is_ours = isinstance(error, Failed)
                 reply = json.dumps(["failed", str(error) if is_ours else f"{do} raised {_said(error)}"])
-            channel.sendall(b"\n" + line[:NUMBER_BYTES] + reply.encode() + b"\n")
+            channel.sendall(b"\n" + number + reply.encode() + b"\n")
     finally:
         os._exit(1)
 
 
 class Zygote:
-    """Answers requests. Its public methods are what can be asked."""
+    """Answers requests, and keeps children for the next turns of their episodes."""
 
     def __init__(self, settings: dict[str, Any], own_files: list[int]) -> None:
-        self._limits: dict[str, Any] = settings["limits"]
+        self._settings = settings
         self._timeout_s: float = settings["timeout_s"]
         self._own_files = own_files
-        self._kept: list[tuple[list[Any], Child]] = []  # with what they have played, the oldest first
-        self._episode = Episode(settings["objects"], settings["arguments"])
+        self._kept: dict[str, Child] = {}  # by what they have played, the oldest first
+        self._episode = Episode(settings["object"], settings["arguments"])
         gc.freeze()  # children share what was imported
 
     def describe(self) -> dict[str, Any]:
         """Return what the tools are, or why no child can be shut in."""
         try:
             child = self._fork()
-            child.ask("ready", self._timeout_s)
+            child.ask("opening", self._timeout_s)
             child.end()
         except Lost as lost:
             return {"refusal": str(lost)}
-        tools = self._episode.tools.items()
-        described = [[name, str(inspect.signature(tool)), inspect.getdoc(tool)] for name, tool in tools]
-        return {"reads_text": self._episode.reads_text, "resets": self._episode.resets, "tools": described}
+        return self._episode.description
 
-    def opening(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        child = self._fork()
-        text = child.ask("play", self._timeout_s, row=row, seed=seed, steps=[])
-        child.close()
-        return {"text": text}
+    def play(self, row: dict[str, Any], seed: int, steps: list[Any], do: str, **given: Any) -> dict[str, Any]:
+        """Play an episode's steps, unless a child has, and return what its method `do` answers then.
 
-    def act(self, row: dict[str, Any], seed: int, steps: list[Any], action: dict[str, Any]) -> dict[str, Any]:
-        child, replayed_steps = self._at(row, seed, steps)
+        What kills the child with an action is an answer, and the steps must be played again for the next.
+        """
+        lasting = [step for step in steps if step["observation"]["kind"] not in HAD_NO_EFFECT]
+        child, replayed_steps = self._kept.pop(json.dumps([row, seed, lasting]), None), 0
+        if child is None or not child.waits():
+            child, replayed_steps = self._fork(), len(lasting)
+            child.ask("play", self._timeout_s * (1 + len(lasting)), row=row, seed=seed, steps=steps)
         try:
-            observation = child.ask("act", self._timeout_s, action=action)
+            answer = child.ask(do, self._timeout_s, **given)
         except Lost as lost:
-            texts = [f"killed: {lost}"] * max(len(action["calls"]), 1)
-            observation = {"texts": texts, "kind": "killed", "is_done": False, "reward": None}
-        else:
-            step = {"action": action, "observation": observation}
-            self._kept.append(([row, seed, [*_lasting(steps), step]], child))
+            if do != "act":
+                raise
+            texts = [f"killed: {lost}"] * max(len(given["action"]["calls"]), 1)
+            answer = {"texts": texts, "kind": "killed", "is_done": False, "reward": None}
+            return {"answer": answer, "replayed_steps": replayed_steps}
+        old: Child | None = child
+        if do == "act":
+            place = json.dumps([row, seed, [*lasting, {**given, "observation": answer}]])
+            old, self._kept[place] = self._kept.pop(place, None), child
             if len(self._kept) > CHILDREN:
-                self._kept.pop(0)[1].close()
-        return {"observation": observation, "replayed_steps": replayed_steps}
-
-    def reward(self, row: dict[str, Any], seed: int, steps: list[Any]) -> dict[str, Any]:
-        child, replayed_steps = self._at(row, seed, steps)
-        reward = child.ask("reward", self._timeout_s)
-        child.close()
-        return {"reward": reward, "replayed_steps": replayed_steps}
-
-    def _at(self, row: dict[str, Any], seed: int, steps: list[Any]) -> tuple[Child, int]:
-        """Return a child that has played these steps, and how many it played again for that."""
-        lasting = _lasting(steps)
-        for kept in self._kept:
-            if kept[0] == [row, seed, lasting]:
-                self._kept.remove(kept)
-                with suppress(Failed):  # it may have ended meanwhile
-                    kept[1].ask("ready", self._timeout_s)
-                    return kept[1], 0
-                break
-        child = self._fork()
-        child.ask("play", self._timeout_s * (1 + len(lasting)), row=row, seed=seed, steps=steps)
-        return child, len(lasting)
+                old = self._kept.pop(next(iter(self._kept)))
+        if old is not None:
+            old.close()
+        return {"answer": answer, "replayed_steps": replayed_steps}
 
     def _fork(self) -> Child:
-        others = [child.channel.fileno() for _, child in self._kept]
-        return Child(self._episode, self._limits, [*self._own_files, *others])
-
-
-def _lasting(steps: list[Any]) -> list[Any]:
-    return [step for step in steps if step["observation"]["kind"] not in HAD_NO_EFFECT]
+        others = [child.channel.fileno() for child in self._kept.values()]
+        return Child(self._episode, self._settings, [*self._own_files, *others])
 
 
 def main() -> None:
-    """Answer requests until there are no more: each names a method of the zygote, and its arguments."""
+    """Answer requests until there are no more: what `Zygote.play` takes, or nothing for `describe`."""
+    confinement.end_with(os.getppid(), signal.SIGKILL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # schedulers send it to all processes of a job
     requests, replies, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for taken in 0, 1:
         os.dup2(nothing, taken)  # what is printed is no reply
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - as Python put it there
+    del sys.path[0]  # where this file lies
     zygote, why_not = None, ""
     try:
         zygote = Zygote(json.loads(sys.argv[1]), [requests, replies])
     except BaseException as error:  # noqa: BLE001 - whoever asks is told
         why_not = _said(error)
-    answers = os.fdopen(replies, "w")
-    print("{}", file=answers, flush=True)
+    answers = os.fdopen(replies, "w", buffering=1)
+    answers.write("{}\n")
     os.dup2(nothing, 2)
     for line in os.fdopen(requests):
         request = json.loads(line)
         try:
             if zygote is None:
                 raise Lost(why_not)
-            reply = getattr(zygote, request.pop("do"))(**request)
-        except (Failed, OSError) as error:  # the latter where it cannot fork
-            reply = {"error": str(error), "is_passing": not isinstance(error, Failed) or isinstance(error, Lost)}
-        print(json.dumps(reply), file=answers, flush=True)
+            reply = zygote.play(**request) if request else zygote.describe()
+        except (Failed, Lost, OSError) as error:  # the last where it cannot fork
+            reply = {"error": str(error), "is_passing": not isinstance(error, Failed)}
+        answers.write(json.dumps(reply) + "\n")
 
 
 if __name__ == "__main__":
