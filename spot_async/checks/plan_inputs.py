@@ -153,16 +153,14 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
-    about = None if config.environment is None else described(config.environment, problems)
-    problems, tools = (problems, ()) if about is None else (opened(problems, about), about.tools)
+    about = described(config.environment, problems)
+    problems = opened(problems, about)
     student, widths = models.student, models.common.widths
     alike = {role: each for role, each in models.teachers.items() if role in models.alike}
     own_alone = config.prompt.template == "teacher" and models.teachers and not alike  # the student could not read it
     owner = student if own_alone else _template_owner(config.prompt, "prompt", student, alike)
-    renderer = PromptRenderer(owner.vocabulary, config.prompt, tools=tools)
-    environment = None
-    if config.environment is not None and about is not None:
-        environment = plan_environment(config.environment, about, student, renderer.arguments)
+    renderer = PromptRenderer(owner.vocabulary, config.prompt, tools=about.tools)
+    environment = plan_environment(config.environment, about, student, renderer.arguments)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     known = min(widths.values())
@@ -170,7 +168,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     if needs.written_responses and len(student.vocabulary.tokenizer) > known:
         written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
         renderer.check_rows("data.train", written, known, "the models")
-    teacher_renderers = _teacher_renderers(config, student, models.teachers, tools)
+    teacher_renderers = _teacher_renderers(config, student, models.teachers, about.tools)
     for own in dict.fromkeys(teacher_renderers.values()):
         sources = own.beside(sources)
     for role, own in teacher_renderers.items():

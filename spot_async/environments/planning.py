@@ -42,11 +42,13 @@ class PlannedEnvironment:
     calls: CallForm | None  # None: it reads the text of turns
 
 
-def described(settings: EnvironmentConfig, problems: Sequence[Problem]) -> Described:
-    """Return what the environment says of itself and of the problems. Its processes are gone again then.
+def described(settings: EnvironmentConfig | None, problems: Sequence[Problem]) -> Described:
+    """Return what the environment says of itself and of the problems; none says nothing. Its processes are gone then.
 
     Raises ConfigError, also for an opening that depends on more than its problem.
     """
+    if settings is None:
+        return Described(False, (), {})
     with ThreadPoolExecutor(1) as thread:  # the caller may have a loop
         return thread.submit(asyncio.run, _described(settings, problems)).result()
 
@@ -82,9 +84,11 @@ def opened(problems: Sequence[Problem], found: Described) -> list[Problem]:
 
 
 def plan_environment(
-    settings: EnvironmentConfig, found: Described, student: ModelFiles, arguments: Mapping[str, Any]
-) -> PlannedEnvironment:
+    settings: EnvironmentConfig | None, found: Described, student: ModelFiles, arguments: Mapping[str, Any]
+) -> PlannedEnvironment | None:
     """Return how it is played, by the chat template. `arguments` are those of prompts. Raises ConfigError."""
+    if settings is None:
+        return None
     bridges = Bridges(student.vocabulary, arguments, found.tools, role=settings.role, history=settings.history)
     if found.reads_text:
         return PlannedEnvironment(settings, bridges, None)

@@ -208,12 +208,9 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    about = None if config.environment is None else described(config.environment, problems)
-    problems, tools = (problems, ()) if about is None else (opened(problems, about), about.tools)
-    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation", tools)
-    environment = None
-    if config.environment is not None and about is not None:
-        environment = plan_environment(config.environment, about, student, renderer.arguments)
+    about = described(config.environment, problems)
+    problems = opened(problems, about)
+    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation", about.tools)
     sources = _rendered(problems, renderer, student, max_tokens, key)
     if evaluation.thinking_tokens is not None:
         ends = [(problems[0], student.vocabulary.encode(THINKING_END))]
@@ -221,7 +218,7 @@ def _plan(
     return replace(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
-        environment=environment,
+        environment=plan_environment(config.environment, about, student, renderer.arguments),
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=[
             *renderer.thinking_doubts(problems[0]),

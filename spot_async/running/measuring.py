@@ -49,6 +49,7 @@ from spot_async.running.assembly import RunEnvironment
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.running.summary import evaluation_summary
 from spot_async.spending.run_spending import RunSpending, spending_words, summarize_spending
+from spot_async.stages.services import EnvironmentService
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog
 from spot_async.telemetry.run_log import SpendingLog, log_events_to
@@ -104,11 +105,7 @@ async def measure(
             generator=generator,
             verifiers=await open_verifiers(benchmarks, stack),
             vocabulary=vocabulary,
-            environments={
-                each.name: (await stack.enter_async_context(RunEnvironment(each.environment, vocabulary))).service
-                for each in benchmarks
-                if each.environment is not None and vocabulary is not None
-            },
+            environments=await open_environments(benchmarks, vocabulary, stack),
             events=events,
         )
         events.publish(EvaluationBegan(sampler.stages))
@@ -196,6 +193,17 @@ def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Be
 
 def file_stem(when: str) -> str:
     return f"evaluation-{when}" if when else "evaluation"
+
+
+async def open_environments(
+    benchmarks: Sequence[Benchmark], vocabulary: Vocabulary | None, stack: AsyncExitStack
+) -> dict[str, EnvironmentService]:
+    """Open and return what answers the turns of each benchmark that is played, by the benchmark's name."""
+    return {
+        each.name: (await stack.enter_async_context(RunEnvironment(each.environment, vocabulary))).service
+        for each in benchmarks
+        if each.environment is not None and vocabulary is not None
+    }
 
 
 async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack) -> dict[str, Verifier]:
