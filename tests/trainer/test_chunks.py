@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spot_async.stages.teachers import NOTHING_SCORED
 from spot_async.terms import difference, pull, weighted
 from spot_async.trainer.batching import MicroBatch, Pulls, advantages_of, collate
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
@@ -90,18 +91,7 @@ def test_advantages_are_the_equations_for_several_pulls_with_chunks_of_their_own
 
 
 def scores_of(logprobs: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any]) -> TokenScores:
-    tokens = len(logprobs)
-    none = np.zeros(tokens, np.float32)
-    return TokenScores(
-        logprobs=logprobs,
-        topk_ids=np.zeros((tokens, 0), np.int32),
-        topk_logprobs=np.zeros((tokens, 0), np.float32),
-        entropy=none,
-        entropy_lower=none,
-        entropy_upper=none,
-        version=None,
-        chunks=chunks,
-    )
+    return msgspec.structs.replace(NOTHING_SCORED, logprobs=logprobs, chunks=chunks, valid=chunks >= 0)
 
 
 @given(st.integers(1, 9), st.integers(0, 99))
@@ -119,33 +109,14 @@ def metrics_of(batch: MicroBatch) -> dict[str, float]:
     return tally.report(grad_norms=[], learning_rate=1.0)
 
 
-@given(CUTS, st.integers(0, 99))
-def test_all_of_a_chunk_is_pulled_one_way_and_parts_sum_to_its_difference(cuts, seed):
-    chunks = chunks_of(cuts)
-    term = Pull(logprobs=drawn(len(chunks), seed), chunks=chunks)
-    sample = sample_of(term, seed=seed + 1)
-    advantages = collate([sample], is_packed=True).advantages[0].numpy()
-    for chunk in {*chunks.tolist()} - {-1}:
-        own = advantages[chunks == chunk]
-        gap = (term.logprobs - sample.behavior_logprobs)[chunks == chunk].sum()
-        assert own.sum() == pytest.approx(gap, abs=1e-5)
-        assert (own >= 0).all() or (own <= 0).all()
-
-
-@pytest.mark.parametrize("behavior", [[-0.3, -0.7, -1.1], [0.0, 0.0, 0.0], [1e-7, -3e-7, 1e-7]])
-def test_a_chunk_that_both_hold_equally_likely_is_not_pulled_and_sure_tokens_share_evenly(behavior):
-    own = torch.tensor([behavior])
-    even = torch.full((1, 1, 3), own.sum().item() / 3)
-    limits = torch.tensor([[[-math.inf]]]), torch.tensor([[[math.inf]]])
-    first = torch.zeros(1, 1, 3, dtype=torch.int64)
-    equal = Pulls(even, torch.ones(1, 1, 3), *limits, chunks=first)
-    assert advantages_of(torch.zeros(1, 3), equal, own).abs().max() < 1e-6
-    likelier = equal._replace(logprobs=even - 1.0)
-    parts = advantages_of(torch.zeros(1, 3), likelier, own)[0] / -3.0
-    assert parts.sum().item() == pytest.approx(1.0)
-    assert parts.min() >= 0
-    if min(behavior) > -1e-6:
-        assert parts.tolist() == pytest.approx([1 / 3] * 3)
+@pytest.mark.parametrize("behavior", [[0.0, 0.0, 0.0], [1e-7, -3e-7, 1e-7]])
+def test_tokens_that_the_student_is_sure_of_share_their_chunks_difference_evenly(behavior):
+    """Rounding may put a log-probability above 0, and in proportion to it they would be pulled apart."""
+    own = np.array(behavior, np.float32)
+    term = Pull(logprobs=np.full(3, -1.0, np.float32), chunks=np.zeros(3, np.int32))
+    advantages = collate([msgspec.structs.replace(sample_of(term), behavior_logprobs=own)], is_packed=True).advantages
+    for found in (advantages[0], difference(term, Live(logprobs=own, entropy=own, where=own < 1, rows=()))):
+        np.testing.assert_allclose(found, [-1.0] * 3, rtol=1e-4)
 
 
 def test_the_distance_to_the_teacher_does_not_depend_on_how_a_text_is_cut():
@@ -186,32 +157,28 @@ def test_a_student_of_two_digits_becomes_the_teacher_that_writes_them_in_one_tok
 @given(CUTS, st.integers(0, 99))
 def test_what_a_policy_is_told_of_a_pull_is_what_the_trainer_makes_of_it(cuts, seed):
     chunks = chunks_of(cuts)
-    tokens, draw = len(chunks), np.random.default_rng(seed)
-    mask = draw.uniform(size=tokens) < 0.8
-    term = pull(msgspec.structs.replace(scores_of(drawn(tokens, seed), chunks), valid=chunks >= 0))
+    mask = np.random.default_rng(seed).uniform(size=len(chunks)) < 0.8
+    term = pull(scores_of(drawn(len(chunks), seed), chunks))
     sample = sample_of(term, mask=mask, seed=seed + 1)
     own = np.where(mask, sample.behavior_logprobs, np.nan)
-    live = Live(logprobs=own, entropy=own, where=mask, rows=())
-    told = difference(term, live)
-    assert told == pytest.approx(collate([sample], is_packed=True).advantages[0].numpy(), rel=2e-4, abs=2e-5)
-    given_alone = msgspec.structs.replace(sample, pulls=(), advantages=told)
-    assert collate([given_alone], is_packed=True).advantages[0].numpy() == pytest.approx(told)
+    told = difference(term, Live(logprobs=own, entropy=own, where=mask, rows=()))
+    for each in (sample, msgspec.structs.replace(sample, pulls=(), advantages=told)):
+        found = collate([each], is_packed=True).advantages[0].numpy()
+        assert told == pytest.approx(found, rel=2e-4, abs=2e-5)
 
 
 def test_a_weight_that_differs_inside_a_chunk_is_its_mean():
-    scores = scores_of(drawn(5, 0), chunks_of([2, 1, 2]))
+    scores, unknown = (scores_of(drawn(5, 0), chunks_of(cuts)) for cuts in ([2, 1, 2], [2, 1, -1, -1]))
     weights = np.array([1.0, 3.0, 5.0, 0.0, 1.0])
-    for term in (pull(scores, weights), weighted(pull(scores), weights)):
+    for term, expected in (
+        (pull(scores, weights), [2.0, 2.0, 5.0, 0.5, 0.5]),
+        (weighted(pull(scores), weights), [2.0, 2.0, 5.0, 0.5, 0.5]),
+        (weighted(pull(scores), weights > 1), [0.5, 0.5, 1.0, 0.0, 0.0]),
+        (weighted(pull(scores), (weights > 1).astype(np.int64)), [0.5, 0.5, 1.0, 0.0, 0.0]),
+        (weighted(pull(unknown), np.array([1.0, 3.0, 5.0, np.nan, 7.0])), [2.0, 2.0, 5.0, 0.0, 0.0]),
+    ):
         assert term.weights is not None
-        assert term.weights.tolist() == [2.0, 2.0, 5.0, 0.5, 0.5]
-    for mask in (weights > 1, (weights > 1).astype(np.int64)):
-        kept = weighted(pull(scores), mask).weights
-        assert kept is not None
-        assert kept.tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
-    unknown = msgspec.structs.replace(scores, chunks=chunks_of([2, 1, -1, -1]), valid=chunks_of([2, 1, -1, -1]) >= 0)
-    term = weighted(pull(unknown), np.array([1.0, 3.0, 5.0, np.nan, 7.0]))
-    assert term.weights is not None
-    assert term.weights.tolist() == [2.0, 2.0, 5.0, 0.0, 0.0]
+        assert term.weights.tolist() == expected
 
 
 @pytest.mark.parametrize(
