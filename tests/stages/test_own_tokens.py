@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tiny_tokenizers import KINDS, PAIRS, response
 
 from spot_async.config import SamplingConfig
-from spot_async.models.chunks import Reading
+from spot_async.replicas.leasing import Lease, LeaseRequest, OneService
 from spot_async.run_directory.samples import SampleRecord
 from spot_async.stages.services import Services, StagesSettings, TeacherService
-from spot_async.stages.stages import Stages
+from spot_async.stages.stages import BoundStages, Stages
 from spot_async.stages.teachers import NOTHING_SCORED
 from spot_async.testing.services import capabilities, generation
 from spot_async.tools.inspect.view import token_label
@@ -22,75 +23,64 @@ from spot_async.types import PolicyNeeds, Problem, Prompt
 PROMPT = Prompt(ordinal=0, problem=Problem(id="p", text="", answer="1"), token_ids=np.arange(4, dtype=np.int32))
 
 
-async def test_a_teacher_is_asked_for_no_more_than_has_room_in_its_context_and_for_nothing_at_all_of_no_text() -> None:
-    asked: list[int] = []
-    room: list[int | None] = []
+class Teacher(OneService[Any]):
+    """Notes what it is asked, and what a request may take of its limits."""
 
-    class Own:
-        limit = ends = None
+    def __init__(self) -> None:
+        super().__init__(self)
+        self.scored: list[list[int]] = []
+        self.most: list[int] = []
+        self.counted: list[int] = []
 
-        def read(self, response_ids: Any, most_tokens: int | None = None) -> Reading:
-            room.append(most_tokens)
-            chunks = np.arange(len(response_ids) if response_ids.any() else 0, dtype=np.int32)
-            return Reading(*[chunks] * 5, chunks[:0]).within(most_tokens or 0)
+    async def lease(self, request: LeaseRequest) -> Lease[Any]:
+        self.counted.append(request.tokens)
+        return await super().lease(request)
 
-        def wider(self, *given: Any) -> None:
-            pass
+    async def score(self, request: Any, *, top_k: int) -> Any:
+        self.scored.append(request.response_ids.tolist())
+        return msgspec.structs.replace(NOTHING_SCORED, logprobs=np.zeros(len(request.response_ids), np.float32))
 
-        def scores(self, said: Any, reading: Reading, top_k: int) -> Any:
-            return said
+    async def generate(self, prompt_ids: Any, sampling: Any, **given: Any) -> Any:
+        self.most.append(sampling.max_tokens)
+        return generation(np.full(sampling.max_tokens, 65), finish_reason="length")
 
-    class Teacher:
-        async def score(self, request: Any, *, top_k: int) -> Any:
-            asked.append(len(request.response_ids))
-            return msgspec.structs.replace(NOTHING_SCORED, logprobs=np.zeros(len(request.response_ids), np.float32))
 
-    server: Any = Teacher()
-    vocabulary: Any = SimpleNamespace(end_token_ids=(1,))
-    own: Any = Own()
+def asking(teacher: Teacher, pair: Any, context: int) -> BoundStages:
+    vocabulary: Any = SimpleNamespace(end_token_ids=(KINDS["bytes"].eos_token_id,))
+    student: Any = teacher
     services = Services(
-        student=server,
-        verifier=server,
+        student=student,
+        verifier=student,
         vocabulary=vocabulary,
-        teachers={"": TeacherService(server=server, vocabulary=vocabulary, own_tokens=own)},
-        capabilities={"teacher": capabilities(9, max_context_tokens=10)},
+        teachers={"": TeacherService(server=teacher, vocabulary=vocabulary, own_tokens=pair)},
+        capabilities={"teacher": capabilities(9, max_context_tokens=context)},
     )
-    stages = Stages(services, StagesSettings(), PolicyNeeds(teacher_top_k=1, asked_top_k=0)).for_prompt(PROMPT)
-    await stages.score(np.ones(8, np.int32), top_k=0)
-    await stages.score(np.zeros(8, np.int32), top_k=0)
-    assert room == [6, 6]
-    assert asked == [6]
+    needs = PolicyNeeds(teacher_top_k=1, asked_top_k=0, teacher_responses=1)
+    settings = StagesSettings(sampling=SamplingConfig(max_response_tokens=4))
+    return Stages(services, settings, needs).for_prompt(PROMPT)
+
+
+async def test_it_is_asked_for_whole_chunks_that_have_room_in_its_context_and_for_nothing_of_no_text() -> None:
+    teacher = Teacher()
+    stages = asking(teacher, PAIRS["words", "bytes"], context=10)
+    for written in (response("words", "sum the theorem"), np.full(8, len(KINDS["words"]), np.int32)):
+        await stages.score(written, top_k=0)
+    assert teacher.scored == [response("bytes", "sum", ends=False).tolist()]
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("words", "bytes"), ("bytes", "words")])
+async def test_limits_of_tokens_count_those_that_the_teacher_reads(student: str, teacher: str) -> None:
+    asked = Teacher()
+    await asking(asked, PAIRS[student, teacher], context=99).score(response(student, "the sum is"), top_k=0)
+    assert asked.counted == [len(PROMPT.token_ids) + len(response(teacher, "the sum is"))]
 
 
 @pytest.mark.parametrize(("context", "most"), [(100, 8), (10, 6), (7, 4)])
 async def test_it_may_write_more_tokens_than_the_student_as_far_as_its_context_allows(context: int, most: int) -> None:
-    asked: list[int] = []
-
-    class Own:
-        limit = ends = None
-        most_for_one = 2
-        prefix = stop = staticmethod(lambda ids: ids)
-        written = staticmethod(lambda response, is_start: response)
-
-    class Teacher:
-        async def generate(self, prompt_ids: Any, sampling: Any, **given: Any) -> Any:
-            asked.append(sampling.max_tokens)
-            return generation(np.full(sampling.max_tokens, 3), finish_reason="length")
-
-    server: Any = Teacher()
-    vocabulary: Any = SimpleNamespace(end_token_ids=(1,))
-    own: Any = Own()
-    services = Services(
-        student=server,
-        verifier=server,
-        vocabulary=vocabulary,
-        teachers={"": TeacherService(server=server, vocabulary=vocabulary, own_tokens=own)},
-        capabilities={"teacher": capabilities(9, max_context_tokens=context)},
-    )
-    settings = StagesSettings(sampling=SamplingConfig(max_response_tokens=4))
-    response = await Stages(services, settings, PolicyNeeds(teacher_responses=1)).for_prompt(PROMPT).teacher_response()
-    assert asked == [most]
-    assert len(response.token_ids) == 4, "and what is too long for the student is cut"
+    teacher = Teacher()
+    written = await asking(teacher, PAIRS["bytes", "bytes"], context).teacher_response()
+    assert teacher.most == [most]
+    assert len(written.token_ids) == 4, "and what is too long for the student is cut"
 
 
 def test_inspect_shows_a_chunks_difference_at_each_of_its_tokens() -> None:
