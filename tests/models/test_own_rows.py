@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import msgspec
 import numpy as np
 import pytest
 from tiny_tokenizers import END, KINDS, PAIRS, START, THINK, of_bytes, own, response
 
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.retokenizing import Encoder
-from spot_async.stages.teachers import NOTHING_SCORED
+from spot_async.testing.services import token_scores
 from spot_async.types import LEAST_NATS, NO_TOKEN, TokenScores
 
 
@@ -25,12 +24,7 @@ def says(pair: OwnTokens, row: dict[str, float], own_logprobs: list[float]) -> T
     """A teacher that gives tokens the same probabilities wherever it is asked."""
     ranked = sorted(row, key=lambda name: -row[name])
     ids, logprobs = [pair.teacher.table.names.index(name) for name in ranked], [math.log(row[name]) for name in ranked]
-    return msgspec.structs.replace(
-        NOTHING_SCORED,
-        logprobs=np.array(own_logprobs, np.float32),
-        topk_ids=np.array([ids] * len(own_logprobs), np.int32),
-        topk_logprobs=np.array([logprobs] * len(own_logprobs), np.float32),
-    )
+    return token_scores(own_logprobs, topk_ids=ids, topk_logprobs=logprobs)
 
 
 def row_at(pair: OwnTokens, scores: TokenScores, at: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from spot_async.policies.truncated.score_bounds import ScoreRule
 from spot_async.policies.truncated.selection import certified_selection
 from spot_async.terms import cells, compared, forward_kl, jsd, retargeted, reverse_kl, reverse_skew, skew
 from spot_async.testing.losses import loss_of
-from spot_async.testing.services import capabilities, generation
+from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import make_policy, policy_context
 from spot_async.types import LEAST_NATS, NO_TOKEN, LiveRows, SoftTargets, Supervision, TokenScores
 
@@ -31,14 +31,13 @@ def placed(rng: np.random.Generator, vocab_size: int, pads: int) -> TokenScores:
     lower, upper = entropy_bounds(logprobs, vocab_size)
     fill = ((0, 0), (0, pads))
     ids = np.array([rng.choice(vocab_size, WIDTH, replace=False) for _ in range(TOKENS)], np.int32)
-    return TokenScores(
-        logprobs=np.full(TOKENS, -1.0, np.float32),
+    return token_scores(
+        [-1.0] * TOKENS,
+        entropy=(lower + upper) / 2,
         topk_ids=np.pad(ids, fill, constant_values=NO_TOKEN),
-        topk_logprobs=np.pad(logprobs, fill, constant_values=LEAST_NATS).astype(np.float32),
-        entropy=((lower + upper) / 2).astype(np.float32),
+        topk_logprobs=np.pad(logprobs, fill, constant_values=LEAST_NATS),
         entropy_lower=lower.astype(np.float32),
         entropy_upper=upper.astype(np.float32),
-        version=None,
         chunks=np.arange(TOKENS, dtype=np.int32),
         rows=np.ones(TOKENS, np.bool_),
     )

@@ -20,7 +20,8 @@ from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary, WeightVersion
+from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary
+from spot_async.testing.services import capabilities, token_scores
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 LEFT = [*string.ascii_lowercase[:16], *"+-="]
@@ -76,20 +77,11 @@ class JoinedTeacher:
         await asyncio.Event().wait()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        return Capabilities(
-            model=self._directory,
-            vocab_size=len(self._files.tokenizer),
-            vocab_fingerprint=self._files.fingerprint,
-            max_context_tokens=self._model.config.max_position_embeddings,
-            max_top_k=len(self._files.tokenizer),
-            exact_entropy=False,
-            candidate_logprobs="none",
-            weight_update=False,
-            generation=False,
-            abort=False,
-            score_temperature="one",
-            server="joined",
-        )
+        size = len(self._files.tokenizer)
+        offered = {"model": self._directory, "vocab_fingerprint": self._files.fingerprint, "server": "joined"}
+        limits = {"max_context_tokens": self._model.config.max_position_embeddings, "score_temperature": "one"}
+        unlike = dict.fromkeys(("exact_entropy", "weight_update", "in_flight_updates", "generation", "abort"), False)
+        return capabilities(size, candidate_logprobs="none", **offered, **limits, **unlike)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         async with asyncio.timeout_at(request.deadline), self._one_at_a_time:
@@ -107,16 +99,7 @@ class JoinedTeacher:
         else:
             logprobs = torch.from_numpy(self._products(ids, starts))[:, None]
             top = torch.return_types.topk((logprobs, chosen))
-        none = np.zeros(len(of_each), np.float32)
-        return TokenScores(
-            logprobs=logprobs[:, 0].numpy(),
-            topk_ids=top.indices.numpy().astype(np.int32),
-            topk_logprobs=top.values.numpy(),
-            entropy=none,
-            entropy_lower=none,
-            entropy_upper=none,
-            version=WeightVersion(0, 0),
-        )
+        return token_scores(logprobs[:, 0], topk_ids=top.indices, topk_logprobs=top.values)
 
     @torch.inference_mode()
     def _products(self, ids: torch.Tensor, starts: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from spot_async.models.chunks import Reading
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.retokenizing import Encoder
-from spot_async.stages.teachers import NOTHING_SCORED
+from spot_async.testing.services import token_scores
 from spot_async.types import BoolArray, IntArray, TokenScores
 
 END, START, THINK = "<|im_end|>", "<|im_start|>", "<think>"
@@ -91,4 +90,4 @@ def response(kind: str, *parts: str | int, ends: bool = True) -> IntArray:
 def said_of(reading: Reading, known: BoolArray | None = None) -> TokenScores:
     """What a teacher says of the tokens that it reads."""
     logprobs = -np.random.default_rng(len(reading.ids)).exponential(size=len(reading.ids)).astype(np.float32)
-    return msgspec.structs.replace(NOTHING_SCORED, logprobs=logprobs, valid=known)
+    return token_scores(logprobs, valid=known)

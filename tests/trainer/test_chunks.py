@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.stages.teachers import NOTHING_SCORED
 from spot_async.terms import difference, pull, weighted
+from spot_async.testing.services import token_scores
 from spot_async.trainer.batching import MicroBatch, Pulls, advantages_of, collate
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.trainer.metrics import Tally
@@ -91,7 +91,7 @@ def test_advantages_are_the_equations_for_several_pulls_with_chunks_of_their_own
 
 
 def scores_of(logprobs: np.ndarray[Any, Any], chunks: np.ndarray[Any, Any]) -> TokenScores:
-    return msgspec.structs.replace(NOTHING_SCORED, logprobs=logprobs, chunks=chunks, valid=chunks >= 0)
+    return token_scores(logprobs, chunks=chunks, valid=chunks >= 0)
 
 
 @given(st.integers(1, 9), st.integers(0, 99))
