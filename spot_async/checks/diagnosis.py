@@ -181,12 +181,13 @@ def _of_role(asked: Asked, plan: TrainPlan, role: str) -> Asked:
     if (own_tokens := plan.own_tokens.get(role)) is None:
         return replace(asked, teacher_prompts=prompts)
     # A young student may write nothing that is text.
+    readings = [own_tokens.read(response) for response in asked.responses]
     read = [
-        own_tokens.read(response).ids if len(own_tokens.read(response).ids) > 1 else prompt[-RESPONSE_TOKENS:]
-        for response, prompt in zip(asked.responses, prompts, strict=True)
+        reading.ids if len(reading.ids) > 1 else prompt[-RESPONSE_TOKENS:]
+        for reading, prompt in zip(readings, prompts, strict=True)
     ]
     ends = plan.teachers[role].vocabulary.end_token_ids
-    return replace(asked, prompts=prompts, responses=read, stop_token_ids=ends, vocab_limit=None)
+    return replace(asked, prompts=prompts, responses=read, readings=readings, stop_token_ids=ends, vocab_limit=None)
 
 
 async def _asked(

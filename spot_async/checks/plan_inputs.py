@@ -174,11 +174,11 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     for role, own in teacher_renderers.items():
         read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
         own.check_rows(own.key, read, models.by_role[role].vocab_size, f"the {role}")
-    own_tokens, texts_read, rows = dict(models.own_tokens), {}, needs.teacher_rows
+    own_tokens, texts_read = dict(models.own_tokens), {}
     for role, reader in own_tokens.items():
-        found = texts_read[role] = read_texts(reader, student, problems, rows=rows)
+        found = texts_read[role] = read_texts(reader, student, problems, needs)
         check_texts(role, config.policy.kind, found)
-        if rows:
+        if needs.teacher_rows:
             own_tokens[role] = reader.with_rows(found.longer_share)
     for key, loaded in sets.items():
         if not any(source.problem.set_key == key for source in sources):

@@ -18,6 +18,7 @@ import numpy as np
 from spot_async.base.retry import DEFAULT_ATTEMPTS, QUESTION_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import gather_answers, sent_again
 from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.models.chunks import Reading
 from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Generator, Scorer
 from spot_async.types import (
@@ -50,6 +51,7 @@ class Asked:
     stop_token_ids: tuple[int, ...]
     # Sampling is limited to ids below this, since the responses are scored by models that may know no more.
     vocab_limit: int | None = None
+    readings: Sequence[Reading] = ()  # of the student's responses, by a teacher with a tokenizer of its own
     teacher_prompts: Sequence[IntArray] = ()  # what the teacher reads in place of each prompt; empty: the prompt
     timeout_s: float = QUESTION_TIMEOUT_S
     attempt_timeout_s: float | None = None  # None: as long as all

@@ -18,6 +18,7 @@ from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, no_room
 from spot_async.checks import questions
 from spot_async.checks.agreement import TOP_K
 from spot_async.checks.capabilities import context_needed
+from spot_async.checks.own_tokenizers import read_responses
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.plan_inputs import chat_template
 from spot_async.checks.questions import Asked
@@ -113,6 +114,9 @@ class ServerDiagnosis:
             yield Probe("noise", "scores again", questions.score_noise(backend, asked, top_k))
             what = "scores of two texts that differ in a token"
             yield Probe("rows", what, self._rows(), decides=self._scores_are_used)
+            if (own_tokens := self.plan.own_tokens.get(self.role)) is not None:
+                asking = read_responses(own_tokens, backend, asked, self._run_top_k)
+                yield Probe("responses", "scores of the student's responses", asking)
             if self._is_teacher and asked.teacher_prompts:
                 asking = questions.explained(backend, asked, asked.teacher_prompts)
                 yield Probe("own_prompts", "responses behind its own prompts", asking)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from spot_async.checks.own_tokenizers import ResponsesRead
 from spot_async.checks.questions import Explained, Noise
 from spot_async.checks.score_rows import RowFindings
 from spot_async.types import BehindUrl, Capabilities, LogprobTemperature
@@ -25,6 +26,7 @@ PARTS = {  # of answers, by their names in JSON
     "behind": {"servers_behind_url": "servers"},
     "noise": {"noise_alone_nats": "alone", "noise_together_nats": "largest"},
     "rows": {"masked_share": "masked", "score_rows": "order"},
+    "responses": {f"responses_{part}": part for part in ResponsesRead._fields},
     "own_prompts": {"first_token_logprob": "first", "other_tokens_logprob": "rest"},
     "students_prompts": {
         "first_token_logprob_students_prompt": "first",
@@ -66,6 +68,7 @@ class ServerFacts:
     behind: Answer[BehindUrl] = UNSET  # how many servers answer at its address
     noise: Answer[Noise] = UNSET  # between readings of a row: of scores, or of samples where it scores none
     rows: Answer[RowFindings] = UNSET  # whether its scores are of the rows that predict the tokens
+    responses: Answer[ResponsesRead] = UNSET  # what a teacher with its own tokenizer knows of the student's
     own_prompts: Answer[Explained] = UNSET  # how likely the student's responses are behind the teacher's own prompts
     students_prompts: Answer[Explained] = UNSET  # and behind the student's
     score_temperature_probed: Answer[LogprobTemperature] = UNSET

@@ -62,6 +62,13 @@ class OwnTokens:
         )
         self._placement: Placement | None = None
 
+    def unmatched(self, *, writes: bool) -> list[str]:
+        """Return special tokens that the other has not: the student's, and the teacher's if it `writes`."""
+        sides = [(self.student.table, {*self._counterparts, *self._student_ends})]
+        sides += [(self.teacher.table, {*self._ours_of, *self.ends})] if writes else []
+        found = ((table, set(np.flatnonzero(table.special)) - known - table.outside) for table, known in sides)
+        return [str(table.names[token_id]) for table, missing in found for token_id in sorted(missing)]
+
     def with_rows(self, longer: FloatArray) -> OwnTokens:
         """Return the same with rows. `longer` (V,): how often the student goes on where a token of the teacher ends."""
         placed = copy.copy(self)

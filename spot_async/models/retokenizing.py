@@ -10,7 +10,6 @@ Axes: T tokens of the source, M of the target.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,27 +23,6 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 SENTINELS = ("\n", ".", "x")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What of a response is read at once: a run of text, or one token that is none. Its chunks count from 0."""
-
-    ids: IntArray
-    theirs: IntArray
-    ours: IntArray
-    their_starts: IntArray
-    our_starts: IntArray
-    is_whole: bool  # else nothing behind it can be read either
-
-    @classmethod
-    def one(cls, token_id: int) -> _Part:
-        zero = np.zeros(1, np.int32)
-        return cls(np.array([token_id]), zero, zero, zero, zero, is_whole=True)
-
-    @property
-    def chunks(self) -> int:
-        return int(self.theirs.max(initial=UNKNOWN)) + 1
 
 
 class Encoder:
@@ -97,16 +75,16 @@ class Retokenizer:
         """
         ended = len(ids) > 0 and int(ids[-1]) in self._ends
         pieces = self._pieces(ids[: len(ids) - ended])
-        parts: list[_Part] = []
+        parts: list[Reading] = []
         for number, piece in enumerate(pieces, 1):
             breaks_off = not ended and number == len(pieces)
             dropped = without if number == 1 else b""
             parts.append(self._read_piece(piece, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands))
-            if not parts[-1].is_whole:
+            if (parts[-1].ours == UNKNOWN).any():  # so is what stands behind it
                 break
-        if ended and all(part.is_whole for part in parts):
-            parts.append(_Part.one(self._end))
-        first_chunks = np.cumsum([0, *(part.chunks for part in parts)])
+        else:
+            parts += [_one(self._end)] if ended else []
+        first_chunks = np.cumsum([0, *(part.theirs.max(initial=UNKNOWN) + 1 for part in parts)])
         known = _joined(
             np.where(part.ours == UNKNOWN, UNKNOWN, part.ours + first)
             for part, first in zip(parts, first_chunks, strict=False)
@@ -126,15 +104,15 @@ class Retokenizer:
         cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
         return [piece for piece in np.split(ids, cuts) if len(piece)]
 
-    def _read_piece(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+    def _read_piece(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> Reading:
         """Read a special token or a run of text."""
         if self._is_text[token_id := int(ids[0])]:
             return self._read_text(ids, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands)
         if token_id in self._counterparts:
-            return _Part.one(self._counterparts[token_id])
-        return _Part(NOTHING, NOTHING, np.array([UNKNOWN]), NOTHING, np.zeros(1, np.int32), is_whole=False)
+            return _one(self._counterparts[token_id])
+        return Reading(NOTHING, NOTHING, np.array([UNKNOWN]), np.zeros(1, np.int32), NOTHING, NOTHING)
 
-    def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> _Part:
+    def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> Reading:
         contents = self._source.contents(ids.tolist())
         contents[:1] = [content.removeprefix(dropped) for content in contents[:1]]
         content = b"".join(contents)
@@ -158,9 +136,13 @@ class Retokenizer:
         known = np.flatnonzero(ours != UNKNOWN)
         our_starts[known] = np.append(0, our_ends)[known] - first_bytes[ours[known]]
         their_starts = (np.append(0, their_ends)[: len(theirs)] - first_bytes[theirs]).astype(np.int32)
-        is_whole = not is_cut and equal == len(text)
-        known_ids = np.array(their_ids[: len(theirs)], np.int32)
-        return _Part(known_ids, theirs, ours, their_starts, our_starts, is_whole=is_whole)
+        return Reading(np.array(their_ids[: len(theirs)], np.int32), theirs, ours, our_starts, their_starts, NOTHING)
+
+
+def _one(token_id: int) -> Reading:
+    """Return the reading of a token that is another's counterpart."""
+    zero = np.zeros(1, np.int32)
+    return Reading(np.array([token_id], np.int32), zero, zero, zero, zero, NOTHING)
 
 
 def _literal(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:

@@ -31,6 +31,7 @@ class TokenBytes:
             self.bytes_of[token_id] = name.encode() if token_id in added else to_bytes(name)
             self.special[token_id] = token_id in added and added[token_id].special
         self.unknown = tokenizer.unk_token_id  # what stands for any text that has no token
+        self.outside = {self.unknown, tokenizer.bos_token_id, tokenizer.pad_token_id}  # in no response
         self.special_texts = tuple(text for text in np.array(self.bytes_of, dtype=object)[self.special] if text)
 
     def contents(self, ids: Iterable[int]) -> list[bytes]:

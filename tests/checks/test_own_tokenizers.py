@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from spot_async.errors import SpotError
 from spot_async.models.files import read_model
 from spot_async.running.rehearsal import rehearse
 from spot_async.testing.services import capabilities
-from spot_async.types import Problem
+from spot_async.types import PolicyNeeds, Problem
 
 REPLACE = {"type": "Replace", "pattern": {"String": "="}, "content": "-"}
 
@@ -36,12 +37,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def tree(models: dict[str, Path], name: str, policy: Any = "opd", **teacher: Any) -> dict[str, Any]:
+def tree(models: dict[str, Path], name: str, policy: Any = "opd", read: Any = None, **teacher: Any) -> dict[str, Any]:
     return {
         "student": {"model": str(models["student"])},
         "teacher": {"model": str(models.get(name, EXAMPLE / name)), "tokenizer": "own", **teacher},
         "data": {"train": str(EXAMPLE / "data/heldout.jsonl")},
-        "prompt": {"instruction": ""},
+        "prompt": {"instruction": ""} | ({} if read is None else {"teacher": {"max_tokens": 64, **read}}),
         "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
         "policy": policy,
         "training": {"iterations": 1, "batch_size": 4, "mini_batch_size": 4},
@@ -75,6 +76,7 @@ def refusal(given: dict[str, Any]) -> str:
         ("joined", {"special_tokens": {"<think>": "<|unk|>"}}, "special_tokens: '<think>' is no token of the student"),
         ("teacher/../teacher", {}, "teacher.tokenizer=own: .*only byte-level and SentencePiece tokenizers say which"),
         ("rewriting", {}, "teacher.tokenizer=own: it reads only .*% .*'=.*: it rewrites text"),
+        ("joined", {"read": {"template": "student"}}, "prompt.teacher.template=student: teacher reads in tokens of"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, words):
@@ -90,31 +92,16 @@ def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, wor
     assert re.search(words, line), line
 
 
-@pytest.mark.parametrize("template", ["student", "plain"])
-def test_its_own_tokenizer_renders_what_it_reads(models, template):
-    given = tree(models, "joined")
-    given["prompt"]["teacher"] = {"text": "{problem}", "template": template, "max_tokens": 64}
-    if template == "student":
-        assert "prompt.teacher.template=student: teacher reads in tokens of its own" in refusal(given)
-        return
-    plan = plan_training(config_from(given), starts=False)
-    prompt = next(iter(plan.schedule))
-    own = plan.teachers["teacher"].vocabulary
-    assert own.whole_text(prompt.read_by("")).startswith(prompt.problem.text)
-
-
-def test_the_student_reads_its_own_template_and_the_teacher_the_same_text_in_its_tokens(models):
-    plan = plan_training(config_from(tree(models, "joined")), starts=False)
-    prompt = next(iter(plan.schedule))
-    texts = [
-        files.vocabulary.whole_text(ids)
-        for files, ids in ((plan.student, prompt.token_ids), (plan.teachers["teacher"], prompt.read_by("")))
-    ]
-    assert texts[0] == texts[1]
+@pytest.mark.parametrize("read", [None, {"text": "{problem}", "template": "plain"}])
+def test_each_reads_the_same_problem_by_its_own_tokenizer_and_template(models, read):
+    plan = plan_training(config_from(tree(models, "joined", read=read)), starts=False)
+    prompt, (student, teacher) = next(iter(plan.schedule)), (plan.student, plan.teachers["teacher"])
+    text = student.vocabulary.whole_text(prompt.token_ids) if read is None else prompt.problem.text
+    assert teacher.vocabulary.whole_text(prompt.read_by("")).startswith(text)
     assert len(prompt.read_by("")) < len(prompt.token_ids)
-    assert plan.stop_token_ids == plan.student.vocabulary.end_token_ids
+    assert plan.stop_token_ids == student.vocabulary.end_token_ids
     assert plan.common.limit is None
-    assert plan.policy_model is plan.student
+    assert plan.policy_model is student
 
 
 def test_its_server_must_have_the_vocabulary_of_its_files(models):
@@ -131,15 +118,11 @@ def test_its_further_ends_are_asked_for_where_ends_are_summed(models, tmp_path):
     several = shutil.copytree(models["joined"], tmp_path / "several")
     path = several / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [1, 2]}))
-    for name, given in (("joined", models), ("several", {**models, "several": several})):
-        summed = tree(given, name) | {"stages": {"score": {"end_token": "sum"}}}
-        config = config_from(summed)
-        if name == "joined":
-            plan = plan_training(config, starts=False)
-            assert not sums_ends(config, plan.policy.needs, plan.student, plan.teachers["teacher"])
-        else:
-            plan = plan_training(config, starts=False)
-            assert sums_ends(config, plan.policy.needs, plan.student, plan.teachers["teacher"])
+    for directory in (models["joined"], several):
+        config = config_from(tree({**models, "x": directory}, "x") | {"stages": {"score": {"end_token": "sum"}}})
+        plan = plan_training(config, starts=False)
+        found = sums_ends(config, plan.policy.needs, plan.student, plan.teachers["teacher"])
+        assert found == (directory == several)
 
 
 POLICY = """
@@ -167,19 +150,22 @@ class Asking:
 """
 
 
-def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("top_k", "asked", "fault"),
+    [
+        (0, 0, None),
+        (4, 0, "its needs do not state it"),
+        (4, 4, None),
+        (5, 5, "rows are compared with their tail: give has_tail=True"),
+    ],
+)
+def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch, top_k, asked, fault):
     (tmp_path / "asking_policy.py").write_text(POLICY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    without_tail = "rows are compared with their tail: give has_tail=True"
-    for top_k, asked, fault in ((0, 0, None), (4, 0, "its needs do not state it"), (4, 4, None), (5, 5, without_tail)):
-        settings = {"kind": "asking_policy:Asking", "top_k": top_k, "asked": asked}
-        config = config_from(tree(models, "joined", policy=settings))
-        plan = plan_training(config, starts=False)
-        if fault is None:
-            assert rehearse(config, plan) == []
-        else:
-            with pytest.raises(SpotError, match=fault):
-                rehearse(config, plan)
+    config = config_from(tree(models, "joined", {"kind": "asking_policy:Asking", "top_k": top_k, "asked": asked}))
+    plan = plan_training(config, starts=False)
+    with nullcontext() if fault is None else pytest.raises(SpotError, match=fault):
+        assert rehearse(config, plan) == []
 
 
 def test_the_key_beside_equal_tokenizers_is_a_warning(models):
@@ -188,6 +174,17 @@ def test_the_key_beside_equal_tokenizers_is_a_warning(models):
     assert [line for line in lines if "tokenizer=own" in line] == [
         "teacher.tokenizer=own: its tokenizer is the student's, so this changes nothing: leave it out"
     ]
+
+
+def test_special_tokens_without_a_counterpart_are_named_with_the_key_that_gives_one(models, tmp_path):
+    more = shutil.copytree(models["student"], tmp_path / "more")
+    files = json.loads((more / "tokenizer.json").read_text())
+    reserved = [{**files["added_tokens"][0], "id": 43 + n, "content": f"<|reserved_{n}|>"} for n in range(4)]
+    (more / "tokenizer.json").write_text(json.dumps({**files, "added_tokens": files["added_tokens"] + reserved}))
+    config = config_from(tree({**models, "student": more}, "joined"))
+    (line,) = [each for each in plan_warnings(config, plan_training(config, starts=False)) if "special_tokens" in each]
+    named = "<|reserved_0|>, <|reserved_1|>, <|reserved_2|> and others"
+    assert line.startswith(f"teacher.special_tokens: no counterpart of {named}, and all behind one is unknown")
 
 
 def test_the_digit_trap_is_seen_wherever_the_numbers_stand_in_the_data(models, monkeypatch):
@@ -201,6 +198,6 @@ def test_the_digit_trap_is_seen_wherever_the_numbers_stand_in_the_data(models, m
     monkeypatch.setattr(own_tokenizers, "MOST_BYTES_READ", 500)
     for ordered in (texts, texts[::-1]):
         problems = [Problem(id=str(n), text=text, answer="1") for n, text in enumerate(ordered)]
-        found = own_tokenizers.read_texts(own, student, problems, rows=True)
+        found = own_tokenizers.read_texts(own, student, problems, PolicyNeeds(teacher_top_k=1))
         (a,) = teacher.vocabulary.encode("a").tolist()
         assert 0.02 < found.longer_share[a] < 0.5

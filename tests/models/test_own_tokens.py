@@ -94,6 +94,14 @@ def test_special_tokens_are_matched_by_text_or_by_name_and_letters_that_spell_th
     assert (reading.ours != UNKNOWN).all()
 
 
+def test_special_tokens_that_the_other_has_not_are_known_where_they_may_stand_in_a_text():
+    pair = own("numbers", without("[START]", THINK), special_tokens={})
+    assert pair.unmatched(writes=False) == [START]
+    assert pair.unmatched(writes=True) == [START, "[START]"]
+    assert PAIRS["numbers", "words"].unmatched(writes=True) == []
+    assert PAIRS["sentences", "sentences"].unmatched(writes=True) == []
+
+
 @pytest.mark.parametrize("is_students", [True, False])
 def test_a_token_that_only_one_side_calls_special_is_matched_by_its_text_too(is_students):
     special, plain = without("<tool>"), without()

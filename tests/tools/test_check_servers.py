@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from joined_teacher import with_bytes
 from kept_replies import KeptReplies
 from problem_files import write
 from rich.console import Console
@@ -353,6 +354,19 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(started: Serv
         assert facts["disagreement_nats"] < 1e-4
         assert facts["disagreement_limit_nats"] == 0.05
         assert facts["round_trip_s"] > 0
+
+
+@with_backends
+async def test_what_a_teacher_with_its_own_tokenizer_knows_of_the_students_responses_is_shown(
+    services: Services, tmp_path: Path
+) -> None:
+    models = [f"{role}.model={with_bytes(role, tmp_path / role)}" for role in services]
+    found = await diagnosis_of(services, *models, "teacher.tokenizer=own")
+    shares = {name: value for name, value in found.roles["teacher"].as_tree().items() if name.startswith("responses_")}
+    assert shares["responses_known"] == shares["responses_rows"] > 0.8  # the last chunk is unknown of one cut off
+    assert shares["responses_chunked"] == 0.0
+    show_servers(screen := Console(file=io.StringIO(), width=200), found)
+    assert "student's responses" in screen.file.getvalue()
 
 
 @pytest.mark.parametrize(

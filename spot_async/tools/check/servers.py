@@ -221,6 +221,7 @@ ROWS: tuple[tuple[str, Callable[[ServerFacts], str]], ...] = (
     ("temperature of scores", _score_temperature),
     ("temperature of samples", _generation_temperature),
     ("masked positions", _masked),
+    ("student's responses", lambda facts: _words(facts.responses, absent="")),
     ("scores of the right rows", _rows),
     ("first token, own prompt", _behind_own_prompt("first")),
     ("other tokens, own prompt", _behind_own_prompt("rest")),
