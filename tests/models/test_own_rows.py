@@ -64,6 +64,8 @@ TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to
         (JOINED, "=a", 1, {"</s>": 0.6, "=": 0.3}, {}, {END: 0.6, "=": 0.3}, True),
         (TWO_ENDS, "12", 0, {END: 0.4, START: 0.3, THINK: 0.2}, {}, {END: 0.4, THINK: 0.2}, True),
         (beyond(), "ab", 0, {"<tool>": 0.6, "<beyond>": 0.2, "b": 0.1}, {}, {"b": 0.1}, True),
+        # An id of the softmax beyond the tokenizer's is no candidate.
+        (JOINED, "=a", 1, {None: 0.5, "=": 0.3}, {}, {"=": 0.3}, True),
         # Under equal tokenizers rows are the teacher's own.
         (PAIRS["words", "words"], "the sum", 1, {"the": 0.5, "1": 0.3}, {}, {"the": 0.5, "1": 0.3}, True),
     ],

@@ -18,7 +18,7 @@ from spot_async.models.chunks import UNKNOWN
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.responses import sampled_tokens
 from spot_async.models.retokenizing import Encoder
-from spot_async.testing.services import generation
+from spot_async.testing.services import generation, token_scores
 
 
 @given(st.sampled_from(sorted(PAIRS)), st.lists(TEXTS | st.binary(max_size=3), max_size=6), st.booleans())
@@ -141,17 +141,21 @@ def test_a_teacher_with_too_little_room_reads_whole_chunks_and_the_rest_is_unkno
     assert part.added_ids.tolist() == ([7] if len(part.ids) == len(whole.ids) else [])
 
 
-@given(TEXTS)
-def test_scores_of_the_students_tokens_are_the_even_parts_of_what_the_teacher_says_of_their_chunk(text):
-    pair = PAIRS["numbers", "words"]
-    reading = pair.read(response("numbers", text))
-    said = said_of(reading)
-    scores = pair.scores(said, reading, 0)
+@given(st.sampled_from(sorted(PAIRS)), TEXTS)
+def test_a_chunk_is_as_likely_to_a_teacher_as_if_it_read_the_students_tokens(pair, text):
+    """A teacher that has a log-probability of each byte says the same of a text in any tokens."""
+    both = {kind: response(kind, text) for kind in pair}
+    bytewise = -np.random.default_rng(len(text)).exponential(size=len(text.encode()) + 1)  # the last: of the end
+    lengths = [[*(len(TABLES[kind].bytes_of[each]) for each in both[kind][:-1]), 1] for kind in pair]
+    ours, theirs = (np.add.reduceat(bytewise, np.cumsum([0, *each])[:-1]) for each in lengths)
+    reading = PAIRS[pair].read(both[pair[0]])
+    scores = PAIRS[pair].scores(token_scores(theirs), reading, 0)
     assert scores.chunks is not None
-    assert scores.chunks.tolist() == reading.ours.tolist()
-    for chunk in set(reading.ours.tolist()):
-        even = said.logprobs[reading.theirs == chunk].sum() / (reading.ours == chunk).sum()
+    assert (scores.chunks[scores.known] == reading.ours[scores.known]).all()
+    for chunk in set(scores.chunks[scores.known].tolist()):
+        even = np.full((reading.ours == chunk).sum(), ours[reading.ours == chunk].mean())
         np.testing.assert_allclose(scores.logprobs[reading.ours == chunk], even, rtol=1e-5)
+    assert scores.known[1:].any() or len(ours) == 1
     assert not scores.known_rows.any()
 
 

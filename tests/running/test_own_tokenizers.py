@@ -110,8 +110,8 @@ async def test_beside_one_with_the_students_tokens_a_chunks_sum_is_what_its_mode
     models, tmp_path, servers_on_threads, trainer_on_thread
 ):
     teachers = {"same": {"model": models["teacher"]}, "other": joined(models)}
-    samples = await trained(tmp_path / "run", models, "training.iterations=2", teachers=teachers)
-    assert len(samples) == 16
+    samples = await trained(tmp_path / "run", models, "training.iterations=1", teachers=teachers)
+    assert len(samples) == 8
     for each in samples:
         same, other = (each["teachers"][name] for name in ("same", "other"))
         assert "teacher_chunks" not in same
@@ -126,6 +126,14 @@ async def test_beside_one_with_the_students_tokens_a_chunks_sum_is_what_its_mode
     assert row["teacher/other/masked"] < 0.1
     assert 0.5 < row["teacher/other/chunked"] < 1
     assert not {"teacher/same/chunked", "teacher/other/entropy_nats"} & {*row}
+    route = {"kind": "opd", "route": {"by": "tier", "to": {"easy": "other"}, "default": "same"}}
+    routed = await trained(tmp_path / "routed", models, "training.iterations=1", teachers=teachers, policy=route)
+    assert {each["teacher"] for each in routed} == {"same", "other"}
+    for each, one in zip(routed, samples, strict=True):
+        assert each["response_ids"] == one["response_ids"]
+        both = one["teachers"][each["teacher"]]
+        assert each.get("teacher_chunks") == both.get("teacher_chunks")
+        np.testing.assert_allclose(said_of(each), said_of(both), atol=1e-4)
 
 
 @pytest.mark.long
