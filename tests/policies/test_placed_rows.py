@@ -15,10 +15,10 @@ from spot_async.policies.acquisition import score_positions
 from spot_async.policies.spot import SpotPolicy
 from spot_async.policies.truncated.score_bounds import ScoreRule
 from spot_async.policies.truncated.selection import certified_selection
-from spot_async.terms import cells, compared, forward_kl, jsd, retargeted, reverse_kl, reverse_skew, skew
+from spot_async.terms import cells, compared, forward_kl, jsd, on_policy, retargeted, reverse_kl, reverse_skew, skew
 from spot_async.testing.losses import loss_of
 from spot_async.testing.services import capabilities, generation, token_scores
-from spot_async.testing.simulation import make_policy, policy_context
+from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts
 from spot_async.types import LEAST_NATS, NO_TOKEN, LiveRows, SoftTargets, Supervision, TokenScores
 
 TOKENS, WIDTH, PADS, VOCAB = 5, 4, 3, 200
@@ -55,17 +55,9 @@ def model(student):
 DIVERGENCES = [forward_kl(), reverse_kl(), jsd(0.3), skew(0.4), reverse_skew(0.4)]
 
 
-def supervised(*targets: SoftTargets) -> Supervision:
-    return Supervision(
-        prompt_ordinal=0,
-        problem_id="p",
-        prompt_ids=np.array([1, 2], np.int32),
-        response_ids=np.arange(3, 3 + TOKENS, dtype=np.int32),
-        behavior_logprobs=np.full(TOKENS, -1.0, np.float32),
-        version=None,
-        policy_mask=np.zeros(TOKENS, np.bool_),
-        soft_targets=targets,
-    )
+def supervised(targets: SoftTargets) -> Supervision:
+    rollout, no_policy_term = generation(np.arange(3, 3 + TOKENS)), np.zeros(TOKENS, np.bool_)
+    return on_policy(next(simulated_prompts()), rollout, policy_mask=no_policy_term, soft_targets=(targets,))
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

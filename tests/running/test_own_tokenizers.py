@@ -177,7 +177,6 @@ async def trained_by(
 
 
 FEW = ["training.iterations=3", "training.batch_size=8", "training.mini_batch_size=8"]
-MANY = ["training.iterations=20", "training.batch_size=32", "training.mini_batch_size=8", "training.learning_rate=5e-4"]
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.long)])
@@ -198,29 +197,14 @@ async def test_spot_probes_where_the_teacher_has_candidates_and_says_that_nothin
         assert row["spot/selection_certain"] == row["spot/selection_refined"] == 0 < row["spot/selection_uncertain"]
 
 
-@pytest.mark.long
-async def test_distill_approaches_a_teacher_that_joins_digits(
-    tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
-):
-    """Rows that were taken for the student's next token where a chunk starts led to no right answer here."""
-    monkeypatch.chdir(ROOT)
-    metrics, _ = await trained_by(tmp_path / "run", "{kind: distill, divergence: jsd}", *MANY)
-    losses, accuracy = ([row[name] for row in metrics] for name in ("train/loss", "rollout/accuracy"))
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    assert sum(accuracy[-5:]) > 0.8 * sum(accuracy[:5])
-
-
-@pytest.mark.long
-async def test_the_student_learns_what_a_teacher_with_other_tokens_writes(
+async def test_what_a_teacher_with_other_tokens_writes_is_trained_on_as_the_student_would_write_it(
     tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
 ):
     monkeypatch.chdir(ROOT)
-    metrics, samples = await trained_by(tmp_path / "run", "{kind: kd, forward_kl_weight: 0}", *MANY)
+    metrics, samples = await trained_by(tmp_path / "run", "{kind: kd, forward_kl_weight: 0}", *FEW)
     tokenizer = spot_async.Vocabulary.load(ROOT / "examples/own_tokenizer/student").tokenizer
-    for ids in (sample["response_ids"] for sample in samples[:16]):
-        assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids, "as the student writes it"
-    losses = [row["train/loss"] for row in metrics]
-    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    for ids in (sample["response_ids"] for sample in samples):
+        assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
     assert metrics[0]["teacher/accuracy"] > 0.5
 
 
