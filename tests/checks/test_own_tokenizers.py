@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,46 +125,24 @@ def test_its_further_ends_are_asked_for_where_ends_are_summed(models, tmp_path):
 
 
 POLICY = """
-import spot_async as spot
+from spot_async.errors import ContractError
+from spot_async.policies.opd import OpdPolicy
 
-class Asking:
-    class Settings(spot.PluginSettings):
-        top_k: int = 0
-        asked: int = 0
-
-    def __init__(self, settings, context):
-        self.top_k = settings.top_k
-        self.needs = spot.PolicyNeeds(
-            teacher_top_k=1, asked_top_k=settings.asked, outcomes=False, term_bytes_per_token=60
-        )
-
+class Asking(OpdPolicy):
     async def supervise(self, prompt, stages):
-        rollout = await stages.rollout()
-        scores = await stages.score(rollout.token_ids, top_k=self.top_k)
-        assert scores.chunks is not None
-        has_tail = self.top_k < 5
-        rows = (spot.compared(scores, spot.jsd(0.5), has_tail=has_tail),) if self.top_k else ()
-        supervision = spot.on_policy(prompt, rollout, pulls=(spot.pull(scores),), soft_targets=rows)
-        return [spot.Sample(supervision=supervision, metrics={}, record={})]
+        scores = await stages.score((await stages.rollout()).token_ids, top_k=0)
+        raise ContractError(f"chunks of {scores.chunks.dtype}, rows {scores.known_rows.any()}")
 """
 
 
-@pytest.mark.parametrize(
-    ("top_k", "asked", "fault"),
-    [
-        (0, 0, None),
-        (4, 0, "its needs do not state it"),
-        (4, 4, None),
-        (5, 5, "rows are compared with their tail: give has_tail=True"),
-    ],
-)
-def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch, top_k, asked, fault):
+def test_a_policy_is_rehearsed_with_chunks_before_anything_starts(models, tmp_path, monkeypatch):
     (tmp_path / "asking_policy.py").write_text(POLICY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = config_from(tree(models, "joined", {"kind": "asking_policy:Asking", "top_k": top_k, "asked": asked}))
-    plan = plan_training(config, starts=False)
-    with nullcontext() if fault is None else pytest.raises(SpotError, match=fault):
-        assert rehearse(config, plan) == []
+    config = config_from(tree(models, "joined", {"kind": "asking_policy:Asking"}))
+    with pytest.raises(SpotError, match="chunks of int32, rows False"):
+        rehearse(config, plan_training(config, starts=False))
+    config = config_from(tree(models, "joined", DISTILL))
+    assert rehearse(config, plan_training(config, starts=False)) == []
 
 
 def test_the_key_beside_equal_tokenizers_is_a_warning(models):
