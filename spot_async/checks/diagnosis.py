@@ -177,11 +177,12 @@ def _of_role(asked: Asked, plan: TrainPlan, role: str) -> Asked:
     if plan.teacher_renderers.get(role, plan.renderer) is plan.renderer:
         return asked
     name = teacher_name(role) or ""
-    prompts = [prompt.read_by(name) for prompt in islice(plan.schedule, PROMPTS)]
     if (own_tokens := plan.own_tokens.get(role)) is None:
-        return replace(asked, teacher_prompts=prompts)
+        return replace(asked, teacher_prompts=[each.read_by(name) for each in islice(plan.schedule, PROMPTS)])
+    asking = (prompt for prompt in plan.schedule if prompt.problem.asks(name))
+    prompts = [prompt.read_by(name) for prompt in islice(asking, PROMPTS)]
     # A young student may write nothing that is text.
-    readings = [own_tokens.read(response) for response in asked.responses]
+    readings = [own_tokens.read(response) for response in asked.responses[: len(prompts)]]
     read = [
         reading.ids if len(reading.ids) > 1 else prompt[-RESPONSE_TOKENS:]
         for reading, prompt in zip(readings, prompts, strict=True)

@@ -172,7 +172,8 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     for own in dict.fromkeys(teacher_renderers.values()):
         sources = own.beside(sources)
     for role, own in teacher_renderers.items():
-        read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
+        name = teacher_name(role) or ""
+        read = ((source.problem, source.read_by(name)) for source in sources if source.problem.asks(name))
         own.check_rows(own.key, read, models.by_role[role].vocab_size, f"the {role}")
     own_tokens, texts_read = dict(models.own_tokens), {}
     for role, reader in own_tokens.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
 
 from spot_async.checks import own_tokenizers
 from spot_async.checks.capabilities import check_capabilities, sums_ends
+from spot_async.checks.diagnosis import _of_role
 from spot_async.checks.own_tokenizers import read_own_tokens
 from spot_async.checks.plan import plan_training, plan_warnings
+from spot_async.checks.questions import Asked
 from spot_async.config.loading import config_from
 from spot_async.errors import SpotError
 from spot_async.models.files import read_model
@@ -101,6 +104,20 @@ def test_each_reads_the_same_problem_by_its_own_tokenizer_and_template(models, r
     assert plan.stop_token_ids == student.vocabulary.end_token_ids
     assert plan.common.limit is None
     assert plan.policy_model is student
+
+
+def test_one_of_several_is_judged_by_the_prompts_that_it_reads(models):
+    """Ids of the student, which joins, may be none of the teacher's."""
+    given = tree(models, "teacher", {"kind": "opd", "route": {"by": "tier", "to": {"hard": "a"}, "default": "b"}})
+    given["student"]["model"] = str(models["joined"])
+    given["teachers"] = {"a": given["student"], "b": given.pop("teacher")}
+    plan = plan_training(config_from(given), starts=False)
+    prompts = [*islice(plan.schedule, 3)]
+    assert not all(prompt.problem.asks("b") for prompt in prompts)
+    first = [prompt.token_ids for prompt in prompts]
+    asked = _of_role(Asked(prompts=first, responses=first, stop_token_ids=()), plan, "teachers.b")
+    limit = plan.teachers["teachers.b"].vocab_size
+    assert max(ids.max() for ids in (*asked.prompts, *asked.responses)) < limit <= max(ids.max() for ids in first)
 
 
 def test_its_server_must_have_the_vocabulary_of_its_files(models):
