@@ -154,14 +154,14 @@ class ResponsesRead(NamedTuple):
         return f"{self.known:.0%} known, {self.chunked:.0%} in chunks of several, {self.rows:.0%} with its distribution"
 
 
-async def read_responses(own_tokens: OwnTokens, scorer: Scorer, asked: Asked, top_k: int) -> ResponsesRead:
-    """Ask the teacher about the student's responses, as the run does."""
+async def read_responses(own: OwnTokens, scorer: Scorer, asked: Asked, top_k: int, *, least: int) -> ResponsesRead:
+    """Ask the teacher about the student's responses as the run does: for a `top_k`, and for the `least` at any rate."""
     parts: list[Float64Array] = []
     for prompt, reading in zip(asked.prompts, asked.readings, strict=True):
         found = np.zeros((3, len(reading.ours)))
         if len(reading.ids):
-            said = await asked.scores(scorer, prompt, reading.ids, top_k=max(1, top_k))
-            scores = own_tokens.scores(said, reading, top_k)
+            said = await asked.scores(scorer, prompt, reading.ids, top_k=max(least, top_k))
+            scores = own.scores(said, reading, top_k)
             found[:] = scores.known, scores.known & (chunk_sums(found[0] + 1, scores.chunks) > 1), scores.known_rows
         parts.append(found)
     return ResponsesRead(*np.concatenate(parts, axis=1).mean(axis=1).tolist())

@@ -115,7 +115,8 @@ class ServerDiagnosis:
             what = "scores of two texts that differ in a token"
             yield Probe("rows", what, self._rows(), decides=self._scores_are_used)
             if (own_tokens := self.plan.own_tokens.get(self.role)) is not None:
-                reading = read_responses(own_tokens, backend, asked, self._run_top_k)
+                least = int(said.every_position)  # as `BoundTeacher.score` asks
+                reading = read_responses(own_tokens, backend, asked, self._run_top_k, least=least)
                 yield Probe("responses", "scores of the student's responses", reading)
             if self._is_teacher and asked.teacher_prompts:
                 asking = questions.explained(backend, asked, asked.teacher_prompts)
