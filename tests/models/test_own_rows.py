@@ -63,6 +63,7 @@ TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to
         (JOINED, "=12", 2, {"12": 0.2, "=": 0.3}, {}, {"2": 1.0}, False),
         (JOINED, "=a", 1, {"</s>": 0.6, "=": 0.3}, {}, {END: 0.6, "=": 0.3}, True),
         (TWO_ENDS, "12", 0, {END: 0.4, START: 0.3, THINK: 0.2}, {}, {END: 0.4, THINK: 0.2}, True),
+        (own("numbers", of_bytes("", specials=("</s>", "[X]"))), "12", 0, {"[X]": 0.6, "=": 0.3}, {}, {"=": 0.3}, True),
         (beyond(), "ab", 0, {"<tool>": 0.6, "<beyond>": 0.2, "b": 0.1}, {}, {"b": 0.1}, True),
         # An id of the softmax beyond the tokenizer's is no candidate.
         (JOINED, "=a", 1, {None: 0.5, "=": 0.3}, {}, {"=": 0.3}, True),

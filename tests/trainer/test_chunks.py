@@ -158,7 +158,8 @@ def test_a_student_of_two_digits_becomes_the_teacher_that_writes_them_in_one_tok
 def test_what_a_policy_is_told_of_a_pull_is_what_the_trainer_makes_of_it(cuts, seed):
     chunks = chunks_of(cuts)
     mask = np.random.default_rng(seed).uniform(size=len(chunks)) < 0.8
-    term = pull(scores_of(drawn(len(chunks), seed), chunks))
+    scores = scores_of(drawn(len(chunks), seed), chunks)
+    term = pull(scores) if seed % 2 else Pull(logprobs=scores.logprobs, chunks=chunks)
     sample = sample_of(term, mask=mask, seed=seed + 1)
     own = np.where(mask, sample.behavior_logprobs, np.nan)
     told = difference(term, Live(logprobs=own, entropy=own, where=mask, rows=()))
