@@ -77,10 +77,15 @@ class Retokenizer:
         pieces = self._pieces(ids[: len(ids) - ended])
         parts: list[Reading] = []
         for number, piece in enumerate(pieces, 1):
-            breaks_off = not ended and number == len(pieces)
-            dropped = without if number == 1 else b""
-            parts.append(self._read_piece(piece, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands))
-            if (parts[-1].ours == UNKNOWN).any():  # so is what stands behind it
+            token_id, dropped = int(piece[0]), without if number == 1 else b""
+            if self._is_text[token_id]:
+                breaks_off = not ended and number == len(pieces)
+                parts.append(self._read_text(piece, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands))
+                if (parts[-1].ours == UNKNOWN).any():  # so is what stands behind it
+                    break
+            elif token_id in self._counterparts:
+                parts.append(_one(self._counterparts[token_id]))
+            else:
                 break
         else:
             parts += [_one(self._end)] if ended else []
@@ -103,14 +108,6 @@ class Retokenizer:
         special = ~self._is_text[ids]
         cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
         return [piece for piece in np.split(ids, cuts) if len(piece)]
-
-    def _read_piece(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> Reading:
-        """Read a special token or a run of text."""
-        if self._is_text[token_id := int(ids[0])]:
-            return self._read_text(ids, dropped, breaks_off=breaks_off, as_it_stands=as_it_stands)
-        if token_id in self._counterparts:
-            return _one(self._counterparts[token_id])
-        return Reading(NOTHING, NOTHING, np.array([UNKNOWN]), np.zeros(1, np.int32), NOTHING, NOTHING)
 
     def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> Reading:
         contents = self._source.contents(ids.tolist())
