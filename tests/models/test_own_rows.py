@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from tiny_tokenizers import END, KINDS, PAIRS, START, THINK, of_bytes, own, response
@@ -27,6 +28,11 @@ def says(pair: OwnTokens, row: dict[str, float], own_logprobs: list[float]) -> T
     return token_scores(own_logprobs, topk_ids=ids, topk_logprobs=logprobs)
 
 
+def unknown(said: TokenScores) -> TokenScores:
+    """The same of a server that cannot name the tokens of its rows."""
+    return msgspec.structs.replace(said, rows=np.zeros(len(said.logprobs), np.bool_))
+
+
 def row_at(pair: OwnTokens, scores: TokenScores, at: int) -> dict[str, float]:
     """The probabilities of the student's tokens at a position. What no token fills stands at the end."""
     ids, logprobs, names = scores.topk_ids[at].tolist(), scores.topk_logprobs[at].tolist(), pair.student.table.names
@@ -47,6 +53,7 @@ def beyond() -> OwnTokens:
 
 DIGITS = PAIRS["numbers", "bytes"]  # one that writes digits one by one teaches one that joins them
 JOINED = PAIRS["bytes", "sentences"]
+LONGER = 0.6 + 1 / math.e
 TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to_ids([END, START]))
 
 
@@ -55,6 +62,16 @@ TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to
     [
         # Both `12` and `123` begin with the student's `1`.
         (JOINED, "=a", 1, {"12": 0.4, "123": 0.2, "1": 0.2, "=": 0.1}, {}, {"1": 0.8, "=": 0.1}, True),
+        # The teacher read `1` (probability 1 / e) and might have read `12` or `123`.
+        (
+            JOINED,
+            "1=",
+            1,
+            {"12": 0.4, "123": 0.2, "=": 0.2},
+            {},
+            {"2": 0.6 / LONGER, "1": 0.6 / math.e / LONGER, "=": 0.2 / math.e / LONGER},
+            True,
+        ),
         # The digit trap: a teacher says `1` where the student would write `12`, and nobody knows how often.
         (DIGITS, "12", 0, {"1": 0.6, "=": 0.3}, {"1": 0.8}, {"=": 0.3}, False),
         (DIGITS, "12", 0, {"1": 0.6, "=": 0.3}, {"1": 0.05}, {"1": 0.6, "=": 0.3}, True),
@@ -80,6 +97,7 @@ def test_each_candidates_mass_is_at_the_first_token_that_the_student_has_for_it(
     scores = pair.scores(said, reading, 3)
     assert row_at(pair, scores, at) == pytest.approx(found)
     assert scores.known_rows[at] == is_row
+    assert not pair.scores(unknown(said), reading, 3).known_rows.any()
     assert np.array_equal(pair.scores(said, reading, 1).topk_ids, scores.topk_ids[:, :1])
     cells = np.array([*found.values(), max(1e-12, 1 - sum(found.values()))])
     assert scores.entropy_lower[at] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
@@ -95,7 +113,9 @@ def test_rows_are_those_of_the_text_if_the_teacher_draws_its_tokens_independentl
     pair = with_rows(JOINED, {})
     reading = pair.read(response("bytes", "".join(words)))
     assert [pair.teacher.table.names[token_id] for token_id in reading.ids.tolist()[:-1]] == words
-    scores = pair.scores(says(pair, NUMBERED, [*(math.log(NUMBERED[word]) for word in words), 0.0]), reading, 4)
+    said = says(pair, NUMBERED, [*(math.log(NUMBERED[word]) for word in words), 0.0])
+    scores = pair.scores(said, reading, 4)
+    assert not pair.scores(unknown(said), reading, 4).known_rows.any()
     places = [(word, length) for word in words for length in range(1, len(word) + 1)]
     for position, (word, length) in enumerate(places, 1):
         begun = {name: mass for name, mass in NUMBERED.items() if name.startswith(word[:length])}

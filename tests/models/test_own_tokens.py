@@ -126,6 +126,9 @@ def test_any_end_of_the_student_is_the_teachers_first_and_its_others_are_summed(
         reading = pair.read(response("numbers", "12", end, ends=False))
         assert (reading.ids[-1], reading.added_ids.tolist()) == (6, added)
         assert reading.ours[-1] == reading.theirs[-1] == reading.theirs[-2] + 1
+    for end in (6, 8):
+        written = pair.written(generation(response("words", "12", end, ends=False)), is_start=True)
+        assert written.token_ids.tolist() == response("numbers", "12", both[0], ends=False).tolist()
 
 
 @given(TEXTS, st.integers(0, 40))
