@@ -37,6 +37,7 @@ def row_at(pair: OwnTokens, scores: TokenScores, at: int) -> dict[str, float]:
     """The probabilities of the student's tokens at a position. What no token fills stands at the end."""
     ids, logprobs, names = scores.topk_ids[at].tolist(), scores.topk_logprobs[at].tolist(), pair.student.table.names
     count = sum(token_id != NO_TOKEN for token_id in ids)
+    assert logprobs == sorted(logprobs, reverse=True)
     assert ids[count:] == [NO_TOKEN] * len(ids[count:])
     assert logprobs[count:] == [LEAST_NATS] * len(ids[count:])
     return {names[each]: math.exp(nats) for each, nats in zip(ids[:count], logprobs[:count], strict=True)}
@@ -53,6 +54,7 @@ def beyond() -> OwnTokens:
 
 DIGITS = PAIRS["numbers", "bytes"]  # one that writes digits one by one teaches one that joins them
 JOINED = PAIRS["bytes", "sentences"]
+OTHERS = own("numbers", of_bytes("", specials=("</s>", "[X]")))
 LONGER = 0.6 + 1 / math.e
 TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to_ids([END, START]))
 
@@ -80,7 +82,10 @@ TWO_ENDS = own("numbers", "words", teacher_ends=KINDS["words"].convert_tokens_to
         (JOINED, "=12", 2, {"12": 0.2, "=": 0.3}, {}, {"2": 1.0}, False),
         (JOINED, "=a", 1, {"</s>": 0.6, "=": 0.3}, {}, {END: 0.6, "=": 0.3}, True),
         (TWO_ENDS, "12", 0, {END: 0.4, START: 0.3, THINK: 0.2}, {}, {END: 0.4, THINK: 0.2}, True),
-        (own("numbers", of_bytes("", specials=("</s>", "[X]"))), "12", 0, {"[X]": 0.6, "=": 0.3}, {}, {"=": 0.3}, True),
+        (OTHERS, "12", 0, {"[X]": 0.6, "=": 0.3}, {}, {"=": 0.3}, True),
+        (OTHERS, "12", 0, {"[X]": 0.6}, {}, {}, False),
+        # `<` does not go on as a special token that is spelled so.
+        (PAIRS["numbers", "words"], "<1", 1, {THINK: 0.4, "=": 0.3}, {}, {THINK: 0.4, "=": 0.3}, True),
         (beyond(), "ab", 0, {"<tool>": 0.6, "<beyond>": 0.2, "b": 0.1}, {}, {"b": 0.1}, True),
         # An id of the softmax beyond the tokenizer's is no candidate.
         (JOINED, "=a", 1, {None: 0.5, "=": 0.3}, {}, {"=": 0.3}, True),
