@@ -54,6 +54,7 @@ NUMBER, START_ID = len(NUMBERS) + 1, NUMBERS.convert_tokens_to_ids(START)
         ("bytes", [" 12=", CHARACTER, "34"], True, " 12"),
         ("words", [" 12=", NUMBER], True, " 12"),
         ("words", ["the 12"], False, "the"),
+        ("words", ["12", NUMBERS.convert_tokens_to_ids(THINK), "the 12"], False, "12<think>the"),
         (without(), [], False, ""),
         (without(), [NUMBER], False, ""),
         (without(), [START_ID, START_ID], False, ""),
