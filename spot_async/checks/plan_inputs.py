@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from spot_async.checks.own_tokenizers import TextsRead, check_texts, read_own_tokens, read_texts
-from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
+from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
@@ -17,6 +16,7 @@ from spot_async.environments.planning import PlannedEnvironment, described, open
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.episodes import Tools
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.own_tokens import OwnTokens
@@ -153,13 +153,9 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
-    about = described(config.environment, problems)
-    problems = opened(problems, about)
+    problems = opened(problems, about := described(config.environment, problems))
     student, widths = models.student, models.common.widths
-    alike = {role: each for role, each in models.teachers.items() if role in models.alike}
-    own_alone = config.prompt.template == "teacher" and models.teachers and not alike  # the student could not read it
-    owner = student if own_alone else _template_owner(config.prompt, "prompt", student, alike)
-    renderer = PromptRenderer(owner.vocabulary, config.prompt, tools=about.tools)
+    renderer = _student_renderer(config.prompt, models, about.tools)
     environment = plan_environment(config.environment, about, student, renderer.arguments)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
@@ -200,6 +196,14 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     return PlannedData(sets, problems, renderer, teacher_renderers, schedule, own_tokens, texts_read, environment)
 
 
+def _student_renderer(config: PromptConfig, models: PlannedModels, tools: Tools) -> PromptRenderer:
+    """Return what renders the student's prompts."""
+    alike = {role: each for role, each in models.teachers.items() if role in models.alike}
+    own_alone = config.template == "teacher" and models.teachers and not alike  # the student could not read it
+    owner = models.student if own_alone else _template_owner(config, "prompt", models.student, alike)
+    return PromptRenderer(owner.vocabulary, config, tools=tools)
+
+
 def _template_owner(
     config: TemplateConfig, key: str, student: ModelFiles, teachers: Mapping[str, ModelFiles]
 ) -> ModelFiles:
@@ -220,7 +224,7 @@ def _template_owner(
 
 
 def _teacher_renderers(
-    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles], tools: Sequence[Mapping[str, Any]]
+    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles], tools: Tools
 ) -> dict[str, TeacherPromptRenderer]:
     """Return what renders teachers' own prompts, by role; those that read the student's prompt are left out."""
     shared = config.prompt.teacher

@@ -17,6 +17,7 @@ from spot_async.environments.served import ServedEnvironment
 from spot_async.errors import ConfigError
 from spot_async.models.bridges import Bridges
 from spot_async.models.calls import check_calls, response_template
+from spot_async.models.episodes import Tools
 from spot_async.models.files import ModelFiles
 from spot_async.types import Problem
 
@@ -29,7 +30,7 @@ class Described:
     """What an environment says of itself."""
 
     reads_text: bool
-    tools: Sequence[Mapping[str, Any]]  # JSON schemas
+    tools: Tools
     openings: Mapping[str, str]  # by the problem's id
 
 

@@ -208,8 +208,7 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    about = described(config.environment, problems)
-    problems = opened(problems, about)
+    problems = opened(problems, about := described(config.environment, problems))
     renderer = PromptRenderer(student.vocabulary, prompt, "evaluation", about.tools)
     sources = _rendered(problems, renderer, student, max_tokens, key)
     if evaluation.thinking_tokens is not None:
