@@ -18,6 +18,7 @@ class EnvironmentConfig(Section):
         "function; a list of functions"
     )
     arguments: dict[str, Any] = Field({}, description="what the class is made with")
+    columns: list[str] = Field([], description="further columns of the problem files that `reset` gets")
     python: str | None = Field(None, description="interpreter that imports it; default: this program's")
     role: Literal["auto", "tool", "user"] = Field(
         "auto", description="of the messages that show its answers; `auto`: `tool` of tools, `user` of a `step`"

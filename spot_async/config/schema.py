@@ -480,6 +480,11 @@ class Config(Section):
         return all(each.backend.takes_adapters for each in [self.student, *others])
 
     @property
+    def environment_columns(self) -> list[str]:
+        """The columns of problem files that are kept for an environment."""
+        return [] if self.environment is None else self.environment.columns
+
+    @property
     def own_tokenizers(self) -> list[str]:
         """The roles of teachers that read in tokens of their own."""
         return [role for role, each in self.teachers_by_role.items() if each.tokenizer == "own"]

@@ -71,14 +71,19 @@ class ProblemSet:
 
 
 def load_problem_set(
-    settings: ProblemSetConfig, key: str, *, needs_answers: bool = True, keeps_solutions: bool = False
+    settings: ProblemSetConfig,
+    key: str,
+    *,
+    needs_answers: bool = True,
+    keeps_solutions: bool = False,
+    columns: Sequence[str] = (),
 ) -> ProblemSet:
     """Read, mend and filter the problems that `key` of the configuration describes.
 
     A row is dropped, and counted, if its layout says so, if another row with the same text has another answer, or if it
     is a duplicate and the settings or the layout drop those. Without `needs_answers` rows need no answer, except in
     layouts that drop such rows; see also `require_answers`. With `keeps_solutions` worked solutions are read in every
-    layout, also those that are only read for their answers otherwise.
+    layout, also those that are only read for their answers otherwise. `columns` are kept with each problem.
 
     Raises DataError, naming file and line, for a row that cannot be used for any other reason, for an id that is used
     twice, and when no problem is left.
@@ -86,7 +91,7 @@ def load_problem_set(
     found = ProblemSet()
     groups: dict[object, _Group] = {}
     kept: list[tuple[Problem, str, _Group]] = []
-    for problem, where, layout in _read(settings, key, found, needs_answers, keeps_solutions):
+    for problem, where, layout in _read(settings, key, found, needs_answers, keeps_solutions, columns):
         duplicates = settings.duplicates or layout.duplicates
         group = groups.setdefault(_sameness(problem, duplicates, len(groups)), _Group(problem))
         group.rows += 1
@@ -127,7 +132,13 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
         keeps_solutions = any(prompt.names_solution for prompt in own_prompts)
         if config.route is not None and config.route.by not in ("category", "tier"):
             settings = settings.model_copy(update={"fields": {**settings.fields, "domain": config.route.by}})
-        found = load_problem_set(settings, key, needs_answers=needs_answers, keeps_solutions=keeps_solutions)
+        found = load_problem_set(
+            settings,
+            key,
+            needs_answers=needs_answers,
+            keeps_solutions=keeps_solutions,
+            columns=config.environment_columns,
+        )
         if needs_answers:
             require_answers(found, key)
         if needs.written_responses:
@@ -187,7 +198,12 @@ def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
 
 
 def _read(
-    settings: ProblemSetConfig, key: str, found: ProblemSet, needs_answers: bool, keeps_solutions: bool
+    settings: ProblemSetConfig,
+    key: str,
+    found: ProblemSet,
+    needs_answers: bool,
+    keeps_solutions: bool,
+    columns: Sequence[str],
 ) -> Iterator[tuple[Problem, str, Layout]]:
     """Yield every problem of every file with its place and layout. Counts what is read, mended and dropped."""
     for number, path in enumerate(settings.paths, start=1):
@@ -201,7 +217,10 @@ def _read(
             layout = LAYOUTS[name].with_solutions() if keeps_solutions else LAYOUTS[name]
             problem = _problem(row, layout, prefix, settings, key, found, needs_answers)
             if problem is not None:
-                yield problem, row.where, layout
+                if lacking := [name for name in columns if name not in row.columns]:
+                    raise DataError(f"{row.where}: no column {lacking[0]!r}, which environment.columns names")
+                own = {name: row.columns[name] for name in columns}
+                yield msgspec.structs.replace(problem, columns=own) if own else problem, row.where, layout
 
 
 def _layout_of(settings: ProblemSetConfig, row: Row) -> str:

@@ -94,7 +94,8 @@ class ServedEnvironment(Opened):
 
     async def _ask(self, problem: Problem, request: dict[str, Any], deadline: float, kind: Any) -> Any:
         """Return what the worker answers to which the episode's first turn leads. Raises a `RequestError`."""
-        row = {"problem": problem.text, **{name: getattr(problem, name) for name in FIELDS}}
+        own = {name: getattr(problem, name) for name in FIELDS}
+        row = {"problem": problem.text, **own, **problem.columns}
         request = msgspec.to_builtins(request)
         first = request["steps"][0]["action"] if request["steps"] else request.get("action")
         pool = self._pools[zlib.crc32(json.dumps([row, request["seed"], first]).encode()) % len(self._pools)]

@@ -185,7 +185,7 @@ def _plan(
     is_judged = settings.format != "alpaca_eval"
     verifier = settings.verifier_of(evaluation) if is_judged else None
     judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
-    found = load_problem_set(settings, key, needs_answers=judges_answers)
+    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=config.environment_columns)
     if judges_answers:
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):

@@ -64,6 +64,16 @@ async def test_a_run_learns_from_episodes_and_evaluates_on_them(
     assert {each["turns"] for each in held_out} & {2}
 
 
+def test_a_reset_gets_the_columns_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"problem": f"a{n}+1", "answer": str(n + 1), "tier": "easy", "deck": [n, n]} for n in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.train={tmp_path / 'rows.jsonl'}", "environment.object=text_worlds:Told", "evaluation=null"]
+    words = ["train", "configs/quickstart.yaml", "--dry-run", *keys]
+    shown = invoke(monkeypatch, *words, 'environment.columns=["deck"]')
+    assert "4+7<|assistant|>" in shown.stdout, shown.output  # six of a problem's, and the deck; not the tier itself
+    assert_refused(invoke(monkeypatch, *words, 'environment.columns=["hand"]'), "no column 'hand', which environment.")
+
+
 REFUSED = {
     "an object that is not there": (
         ["environment.object=no_such_module:Shop"],

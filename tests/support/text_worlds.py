@@ -17,6 +17,14 @@ class Again:
         return f"{self.turns}+2=", 0.5, self.turns >= 2
 
 
+class Told(Again):
+    """Says a column of the problem's row."""
+
+    def reset(self, tier: str, **row: Any) -> str:
+        super().reset()
+        return f"{len(tier)}+{len(row)}"
+
+
 class Moody(Again):
     """Says something of a problem that depends on more than the problem."""
 
