@@ -1,4 +1,4 @@
-"""Imports go down only: no room imports from a floor above it, or starts a program of one (docs/architecture.md)."""
+"""Imports go down only: no room imports from a floor above it, or starts a program of one (docs/tour.md)."""
 
 from __future__ import annotations
 
