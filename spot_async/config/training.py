@@ -83,7 +83,7 @@ class TrainingConfig(Section):
         "are padded",
     )
     learning_rate: PositiveFloat = Field(
-        3e-6, description="AdamW's highest learning rate, after warm-up; `lora` needs a higher one (docs/lora.md)"
+        3e-6, description="AdamW's highest learning rate, after warm-up; `lora` needs a higher one (docs/running.md)"
     )
     schedule: Literal["cosine", "constant"] = Field(
         "cosine",
@@ -123,7 +123,7 @@ class TrainingConfig(Section):
         "1 before its first update",
     )
     lora: LoraConfig | None = Field(
-        None, description="train adapters of low rank beside frozen weights (docs/lora.md); default: train all weights"
+        None, description="train adapters of low rank beside frozen weights (docs/running.md); default: all weights"
     )
     device: Literal["auto", "cuda", "cpu"] = Field(
         "auto",
