@@ -479,6 +479,11 @@ class Config(Section):
         others = [self.teachers_by_role[role] for role in self.following if role not in self.served_by_student]
         return all(each.backend.takes_adapters for each in [self.student, *others])
 
+    def refuse_environment(self, what: str) -> None:
+        """Raise ConfigError if there is an environment, for a command that asks single turns."""
+        if self.environment is not None:
+            raise ConfigError(f"environment: {what} is not built beside it (docs/not-built.md): leave one of them out")
+
     @property
     def environment_columns(self) -> list[str]:
         """The columns of problem files that are kept for an environment."""

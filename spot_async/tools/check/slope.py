@@ -57,8 +57,7 @@ def check_slope(config: Config, plan: TrainPlan) -> None:
         raise ConfigError(
             "data.train: no problem has an answer, and --slope is about verdicts; name their column in fields.answer"
         )
-    if config.environment is not None:
-        raise ConfigError("environment: --slope is not built beside it (docs/not-built.md): leave it out")
+    config.refuse_environment("--slope")
     for role, teacher in config.teachers_by_role.items():
         if teacher.replay:
             raise ConfigError(f"{role}.replay: --slope asks the teacher about new responses; set {role}.replay=false")

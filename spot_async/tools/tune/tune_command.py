@@ -142,8 +142,7 @@ async def measure(
     Raises what starting the servers raises, ConfigError if `check` would refuse them, and RequestError if a prompt
     cannot be supervised.
     """
-    if config.environment is not None:
-        raise ConfigError("environment: tune is not built beside it (docs/not-built.md): tune without it")
+    config.refuse_environment("tune")
     verifier = make_verifier(config, RunSpending({}))
     unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
 
