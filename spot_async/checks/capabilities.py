@@ -59,6 +59,9 @@ def check_capabilities(
         (not student.weight_update, f"student.backend takes no new weights{lacking}"),
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
          "but not trained on"),
+        (config.environment is not None and not all(each.token_id_prompts for each in found.values()),
+         "environment: a server that reads text would not score the turns as they were sampled: choose backends that "
+         "take token ids"),
         (reference is not None and not (
             reference.token_id_prompts and reference.every_position and reference.max_top_k),
          "reference.backend must score token ids at every position: set reference.backend to a server that does"),

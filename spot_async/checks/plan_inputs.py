@@ -12,7 +12,12 @@ from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig,
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
-from spot_async.environments.planning import PlannedEnvironment, described, opened, plan_environment
+from spot_async.environments.planning import (
+    PlannedEnvironment,
+    described,
+    opened,
+    plan_environment,
+)
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
@@ -156,7 +161,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = opened(problems, about := described(config.environment, problems))
     student, widths = models.student, models.common.widths
     renderer = _student_renderer(config.prompt, models, about.tools)
-    environment = plan_environment(config.environment, about, student, renderer.arguments)
+    environment = plan_environment(config.environment, about, student, renderer.arguments, models.teachers)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     known = min(widths.values())

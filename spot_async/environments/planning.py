@@ -85,12 +85,26 @@ def opened(problems: Sequence[Problem], found: Described) -> list[Problem]:
 
 
 def plan_environment(
-    settings: EnvironmentConfig | None, found: Described, student: ModelFiles, arguments: Mapping[str, Any]
+    settings: EnvironmentConfig | None,
+    found: Described,
+    student: ModelFiles,
+    arguments: Mapping[str, Any],
+    teachers: Mapping[str, ModelFiles] | None = None,
 ) -> PlannedEnvironment | None:
-    """Return how it is played, by the chat template. `arguments` are those of prompts. Raises ConfigError."""
+    """Return how it is played, by the chat template. `arguments` are those of prompts, and `teachers` by role.
+
+    Raises ConfigError, also for a teacher that ends turns otherwise: of a response the last token alone is replaced.
+    """
     if settings is None:
         return None
     bridges = Bridges(student.vocabulary, arguments, found.tools, role=settings.role, history=settings.history)
+    for role, files in (teachers or {}).items():
+        if bridges.turn_end not in files.vocabulary.end_token_ids:
+            token = student.vocabulary.tokenizer.convert_ids_to_tokens(bridges.turn_end)
+            raise ConfigError(
+                f"environment: student and {role} end a turn with different tokens (the student with {token!r}): take "
+                f"a teacher of the student's family, or add the token to eos_token_id of {files.directory}"
+            )
     if found.reads_text:
         return PlannedEnvironment(settings, bridges, None)
     template = response_template(student.vocabulary, bridges.template_text, settings.calls)

@@ -5,7 +5,7 @@ Nothing is started here. `services.py` opens the servers, `training.py` enters t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.environments.call_reader import CallReader
 from spot_async.environments.planning import PlannedEnvironment
 from spot_async.environments.served import ServedEnvironment
+from spot_async.errors import DataError, PermanentError
 from spot_async.loop.orchestrator import OrchestratorSettings
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
@@ -31,7 +32,7 @@ from spot_async.stages.episode import Rules
 from spot_async.stages.plugin_contract import computed
 from spot_async.stages.services import EnvironmentService, Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
-from spot_async.types import Judgement, Problem, Verdict
+from spot_async.types import IntArray, Judgement, Problem, Verdict
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
@@ -87,17 +88,24 @@ class RunEnvironment(Opened):
         rules = Rules(
             vocabulary=vocabulary,
             turn_end=bridges.turn_end,
-            between=bridges.between,
+            between=self._between,
             read_calls=None if self._reader is None else self._reader.read,
             max_turns=settings.max_turns,
             max_observation_tokens=settings.max_observation_tokens,
         )
+        self._bridges = bridges
         self.service = EnvironmentService(server=self.served, rules=rules, judge=settings.judge)
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self.served)
         if self._reader is not None:
             await stack.enter_async_context(self._reader)
+
+    def _between(self, texts: Sequence[str]) -> IntArray:
+        try:
+            return self._bridges.between(texts)
+        except DataError as error:  # of these texts alone: other prompts go on
+            raise PermanentError(str(error)) from None
 
 
 def make_environment(plan: TrainPlan) -> RunEnvironment | None:
