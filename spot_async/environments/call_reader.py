@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,12 @@ _WORDS = Words("reader of calls", "die at the turns that they read", "`environme
 _WORKER = Path(spot_async.models.__path__[0]) / "calls_worker.py"
 
 
-@dataclass(frozen=True)
-class CallForm:
-    """How a model's calls are read: what `models/calls.read_calls` is given beside a turn."""
-
-    template: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]]
-    prompt: str
-
-
 class CallReader(Opened):
     """Reads turns with a few processes, which it starts and ends."""
 
-    def __init__(self, form: CallForm, *, workers: int) -> None:
-        self._form = {"template": form.template, "tools": form.tools, "prompt": form.prompt}
+    def __init__(self, form: Mapping[str, Any], *, workers: int) -> None:
+        """`form`: what `models/calls.read_calls` is given beside a turn."""
+        self._form = form
         self._pool = WorkerPool(
             (sys.executable, "-P", str(_WORKER), str(MEMORY_LIMIT_BYTES)), size=workers, words=_WORDS
         )

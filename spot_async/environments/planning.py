@@ -12,7 +12,6 @@ import msgspec
 
 from spot_async.base.tasks import gather
 from spot_async.config import EnvironmentConfig
-from spot_async.environments.call_reader import CallForm
 from spot_async.environments.served import ServedEnvironment
 from spot_async.errors import ConfigError
 from spot_async.models.bridges import Bridges
@@ -40,7 +39,7 @@ class PlannedEnvironment:
 
     settings: EnvironmentConfig
     bridges: Bridges
-    calls: CallForm | None  # None: it reads the text of turns
+    calls: Mapping[str, Any] | None  # what reads a turn's, beside its text; None: it reads the text
 
 
 def described(settings: EnvironmentConfig | None, problems: Sequence[Problem]) -> Described:
@@ -109,4 +108,5 @@ def plan_environment(
         return PlannedEnvironment(settings, bridges, None)
     template = response_template(student.vocabulary, bridges.template_text, settings.calls)
     check_calls(bridges, template, found.tools, settings.calls)
-    return PlannedEnvironment(settings, bridges, CallForm(template, found.tools, bridges.generation_prompt))
+    form = {"template": template, "tools": found.tools, "prompt": bridges.generation_prompt}
+    return PlannedEnvironment(settings, bridges, form)

@@ -230,7 +230,7 @@ class TrainingRun:
         rows = await self._rows()
         self._warn_once(NO_ADVICE, OutcomeHistory(rows).warning)
         if self._config.environment is not None:
-            self._warn_once(NO_TURNS, unplayed_words)
+            self._warn_once(NO_TURNS, lambda finished: unplayed_words(finished.means))
         baseline = getattr(self._config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:
             self._warn_once(FELL, EntropyHistory(rows, baseline).warning)

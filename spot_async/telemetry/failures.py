@@ -170,12 +170,11 @@ class EntropyHistory:
         )
 
 
-def unplayed_words(finished: IterationFinished) -> str:
-    """Return what is wrong if most responses of an iteration got nothing from the environment; empty if they did."""
-    of_it = {name: finished.means.get(f"environment/{name}", 0.0) for name in ("calls", "out_of_turns")}
-    if of_it["calls"] < 1 / 2:
+def unplayed_words(means: Mapping[str, float]) -> str:
+    """Return what is wrong if most responses got nothing from the environment, or no answer; empty if they did."""
+    if means.get("environment/calls", 0.0) < 1 / 2:
         return NEVER_CALLS
-    if of_it["out_of_turns"] > 1 / 2:
+    if means.get("environment/out_of_turns", 0.0) > 1 / 2:
         return "more than half of the responses ran out of turns, and have no answer: raise environment.max_turns"
     return ""
 

@@ -36,6 +36,7 @@ from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.running.rehearsal import rehearse
+from spot_async.telemetry.failures import unplayed_words
 from spot_async.tools.check.episodes import PlayedEpisodes
 from spot_async.tools.check.problems import JudgedSet, check_sets, held_out_file, read_verifier
 from spot_async.tools.check.requirements import Requirements, requirements
@@ -230,7 +231,7 @@ class ServersCheck:
             self.episodes = found
             if is_shown:
                 screen.print(Text(f"environment: {found.words}"), soft_wrap=True)
-                show_warnings(screen, found.doubts)
+                show_warnings(screen, [*filter(None, [unplayed_words(found.means)])])
 
         with status if is_shown else contextlib.nullcontext():
             self.slope = asyncio.run(examine(config, plan, directory, diagnosed, played, problems, status.update))

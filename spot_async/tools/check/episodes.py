@@ -16,11 +16,11 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.environments.served import ServedEnvironment
 from spot_async.errors import ConfigError, RequestError
+from spot_async.loop.events import mean_metrics
 from spot_async.models.episodes import Action, Observation, Step
 from spot_async.protocols import Environment, Verifier
 from spot_async.running.assembly import RunEnvironment, make_stages
 from spot_async.running.services import OpenServices
-from spot_async.telemetry.failures import NEVER_CALLS
 from spot_async.types import Problem, Prompt, Sample
 
 EPISODES = 8
@@ -28,28 +28,22 @@ AGAIN_TIMEOUT_S = 600.0
 
 
 class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a few episodes showed. Shares are of episodes."""
+    """What a few episodes showed."""
 
     episodes: int
-    turns: float  # mean
-    calls: float
-    errors: float
-    unreadable: float
+    means: Mapping[str, float]  # of their metrics
     ended: Mapping[str, int]
     replayed_steps: int  # that were answered alike by new processes
 
     @property
     def words(self) -> str:
         ends = ", ".join(f"{many} by {why}" for why, many in sorted(self.ended.items()))
+        turns, *shares = (self.means[f"environment/{name}"] for name in ("turns", "calls", "errors", "unreadable"))
         return (
-            f"{counted(self.episodes, 'episode')}: {self.turns:.1f} turns, {self.calls:.0%} had an answer, "
-            f"{self.errors:.0%} an error, {self.unreadable:.0%} a call that could not be read; ended {ends}. "
+            f"{counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an answer, {shares[1]:.0%} an "
+            f"error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
             f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
         )
-
-    @property
-    def doubts(self) -> list[str]:
-        return [NEVER_CALLS] if self.calls < 1 / 2 else []
 
 
 class _Noting:
@@ -85,10 +79,7 @@ async def play_episodes(
         return bound.recorded([bare])[0]
 
     found = await gather(played(prompt) for prompt in islice(plan.schedule, EPISODES))
-    means = {
-        name: sum(each.metrics[f"environment/{name}"] for each in found) / len(found)
-        for name in ("turns", "calls", "errors", "unreadable")
-    }
+    means = mean_metrics([each.metrics for each in found])
     steps: list[Step] = []
     if noting.longest is not None:
         problem, seed, steps = noting.longest
@@ -109,5 +100,5 @@ async def play_episodes(
         episodes=len(found),
         ended=Counter(each.record["ended"] for each in found),
         replayed_steps=len(steps),
-        **means,
+        means=means,
     )
