@@ -21,7 +21,7 @@ from spot_async.policies.spot import SpotPolicy
 from spot_async.stages.episode import NOTHING_BEFORE, Rules, play
 from spot_async.testing import generation, make_policy, make_run, policy_context, simulated_run
 from spot_async.testing.environments import simulated_environment
-from spot_async.testing.services import END_TOKEN
+from spot_async.testing.services import END_TOKEN, SimulatedStudent
 from spot_async.testing.simulation import simulated_prompts, simulated_vocabulary
 from spot_async.types import Generation, IntArray, Sample
 
@@ -164,6 +164,24 @@ def test_every_method_learns_from_episodes_as_it_is(name: str, max_staleness: in
     assert again == [each.response_ids.tolist() for each in trained]
     if name == "spot":
         assert sum(len(each.soft_targets) for each in trained) > 0
+
+
+class Noting(SimulatedStudent):
+    """Notes the session of each request."""
+
+    async def generate(self, *given: Any, session: str | None = None, **others: Any) -> Generation:
+        self.sessions = {*getattr(self, "sessions", ()), session}
+        return await super().generate(*given, session=session, **others)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_turn_waits_for_no_other_response(max_staleness: int) -> None:
+    """Replies of one session may wait for each other, and a prompt's responses are played side by side."""
+    student = Noting()
+    environment = simulated_environment(VOCABULARY)
+    given = {"student": student, "environment": environment, "max_staleness": max_staleness, "iterations": 1}
+    run = simulated_run(make_policy(GrpoPolicy, samples=4), **given)
+    assert len(student.sessions) == len(run.journal.results[0].samples)
 
 
 async def test_a_prefix_has_no_place_in_an_episode() -> None:

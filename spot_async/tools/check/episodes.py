@@ -40,8 +40,8 @@ class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
         ends = ", ".join(f"{many} by {why}" for why, many in sorted(self.ended.items()))
         turns, *shares = (self.means[f"environment/{name}"] for name in ("turns", "calls", "errors", "unreadable"))
         return (
-            f"{counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an answer, {shares[1]:.0%} an "
-            f"error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
+            f"{counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an answer, {shares[1]:.0%} "
+            f"an error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
             f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
         )
 
