@@ -14,8 +14,8 @@ class EnvironmentConfig(Section):
     """Tools, or a world that reads the text. A Python class or functions of yours, in processes that are shut in."""
 
     object: str | list[str] = Field(
-        description="`module:name` of a class whose public methods are tools, of one with a method `step`, or of a "
-        "function; a list of functions"
+        description="`module:name` or `FILE.py:name` of a class whose public methods are tools, of one with a method "
+        "`step`, or of a function; a list of functions"
     )
     arguments: dict[str, Any] = Field({}, description="what the class is made with")
     columns: list[str] = Field([], description="further columns of the problem files that `reset` gets")

@@ -49,9 +49,9 @@ class Episode:
     """An episode as the child has it that plays it. The zygote's own never begins."""
 
     def __init__(self, names: str | list[str], arguments: dict[str, Any]) -> None:
-        """Import `module:name`, a class or functions. Raises whatever that raises."""
-        split = [name.partition(":") for name in ([names] if isinstance(names, str) else names)]
-        found = [getattr(importlib.import_module(module), name) for module, _, name in split]
+        """Import `module:name` or `FILE.py:name`, a class or functions. Raises whatever that raises."""
+        split = [name.rpartition(":") for name in ([names] if isinstance(names, str) else names)]
+        found = [getattr(_imported(where), name) for where, _, name in split]
         self._make = partial(found[0], **arguments) if inspect.isclass(found[0]) else None
         self._object: Any = None  # functions have none
         self._opening = ""
@@ -126,6 +126,15 @@ class Episode:
             raise ValueError(f"there is no tool {name!r}, but {', '.join(self.tools)}")
         answer = getattr(self._object, name, self.tools[name])(**arguments)
         return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+
+
+def _imported(where: str) -> Any:
+    """Return a module, by its name or by its file, whose neighbours it then can import as a script can."""
+    if where.endswith(".py"):
+        folder, file = os.path.split(os.path.abspath(where))  # noqa: PTH100
+        sys.path.insert(0, folder)
+        where = file[: -len(".py")]
+    return importlib.import_module(where)
 
 
 def _seen(answer: Any, observation: dict[str, Any]) -> Any:
