@@ -16,7 +16,7 @@ from spot_async.cli import app
 
 START = Path(__file__).parents[1] / "configs" / "start"
 FILES = (
-    *("asynchronous", "lora-24gb", "one-gpu", "remote-teacher", "reward-and-teacher", "self-teacher"),
+    *("asynchronous", "lora-24gb", "one-gpu", "python-tool", "remote-teacher", "reward-and-teacher", "self-teacher"),
     *("several-teachers", "sglang", "two-gpus"),
 )
 HERE = {  # what is another here: the machine, and a data set of a few rows
@@ -65,7 +65,8 @@ def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
     assert "million tokens of the run" in output  # the estimate, whole
     assert "would need" not in output  # memory
     for said in re.findall(r"^warning: (.*)$", output, flags=re.M):
-        assert re.search(r"this machine has no GPU|no interpreter '/opt/|the disk of|are in data.train too", said)
+        expected = r"this machine has no GPU|no interpreter '/opt/|the disk of|are in data.train too|block of thinking"
+        assert re.search(expected, said)
 
 
 def test_programs_are_told_too_what_this_machine_lacks(shown):
