@@ -1,9 +1,9 @@
 """Measures how often a model calls the calculator, and how often it ends right, on the held-out problems.
 
-    python examples/calculator/measure.py student teacher runs/x/model
+    python examples/calculator/measure.py student teacher runs/x/student
 
-It samples by plain `model.generate`, turn by turn, so the numbers depend on nothing but transformers. Shares are over
-all samples: the standard error of one is at most 1.3 points.
+It samples by plain `model.generate`, turn by turn, so the numbers depend on nothing but transformers and the tool.
+Shares are over all samples: the standard error of one is at most 1.6 points.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from calculator import Calculator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MAX_TURNS = 4
-MAX_NEW_TOKENS = 24  # the longest right turn has 17
+MAX_NEW_TOKENS = 24  # the longest right turn has 13
 SAMPLES = 8
+TOP_P = 0.8
 SEED = 20261130
 
 
@@ -68,7 +69,7 @@ def answered(expression: str) -> str:
 
 def _next_turns(model: Any, tokenizer: Any, texts: list[str]) -> list[str]:
     inputs = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    written = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=MAX_NEW_TOKENS)
+    written = model.generate(**inputs, do_sample=True, top_k=0, top_p=TOP_P, max_new_tokens=MAX_NEW_TOKENS)
     turns = tokenizer.batch_decode(written[:, inputs["input_ids"].shape[1] :], skip_special_tokens=False)
     return [turn.partition(tokenizer.eos_token)[0] for turn in turns]
 
