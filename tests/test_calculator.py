@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -72,14 +73,18 @@ def test_the_template_writes_between_turns_what_the_models_were_trained_on() -> 
     template = response_template(vocabulary, bridges.template_text)
     check_calls(bridges, template, tools)
     problem = TASK["heldout_problems"]()[-1]
-    text = bridges.render([{"role": "user", "content": problem.text}])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": problem.text}]
+    trained = f"<|user|>{problem.text}"
     for turn, answer in TASK["write_turns"](problem, at_once=False):
-        ids = tokenizer(turn)["input_ids"]
-        assert tokenizer.unk_token_id not in ids
-        calls = read_calls(template, tokenizer.decode(ids), tools, bridges.generation_prompt)
+        calls = read_calls(template, tokenizer.decode(tokenizer(turn)["input_ids"]), tools, bridges.generation_prompt)
         assert [each.arguments["expression"] for each in calls] == [TASK["read_call"](turn)] * bool(answer)
-        text += turn + "<|end|>" + f"<|tool|>{answer}<|assistant|>" * bool(answer)
-    assert not text.endswith("<|assistant|>")
+        called = [{"type": "function", "function": msgspec.to_builtins(each)} for each in calls]
+        messages.append({"role": "assistant", "content": "" if answer else turn, "tool_calls": called})
+        messages += [{"role": "tool", "content": answer}] * bool(answer)
+        trained += f"<|assistant|>{turn}<|end|>" + f"<|tool|>{answer}" * bool(answer)
+    ids = tokenizer(trained)["input_ids"]
+    assert tokenizer.apply_chat_template(messages, return_dict=False) == ids
+    assert tokenizer.unk_token_id not in ids
 
 
 def test_the_student_calls_in_fewer_than_half_of_its_responses_and_the_teacher_nearly_always() -> None:
