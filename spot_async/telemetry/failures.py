@@ -31,8 +31,8 @@ FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more t
 KINDS_SHOWN = 5
 ENTROPY = "rollout/entropy_nats"
 NEVER_CALLS = (
-    "more than half of the responses got no answer from the environment: distilling a student that never calls teaches "
-    "nothing about tools. Begin with a student that calls, or show it in the prompt"
+    "more than half of the responses got no answer from the environment. What a student never calls it is not taught: "
+    "if its calls do not grow, begin with one that calls more often, or show it in the prompt"
 )
 COLLAPSED = 0.1  # share of an iteration's entropy that the next one has left
 REASON_CHARACTERS = 160
