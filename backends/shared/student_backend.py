@@ -10,7 +10,7 @@ so that new ones can be sent in between. A sleeping server must not be asked any
 Health checks are cheap, bypass the request queue, and fail on a hung server. A process in front of the engine answers
 HTTP, so most routes answer even if the engine is frozen. Backends know the routes that ask the engine itself, which
 answers between two of its steps however many requests wait. While an engine loads weights or sleeps it answers nothing.
-Then only the process in front is asked (`Standstill`).
+Then only the process in front is asked (`ping`).
 """
 
 from __future__ import annotations
@@ -35,35 +35,6 @@ DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compi
 
 Part = Literal["weights", "kv_cache"]
 PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which they wake
-
-
-class Standstill:
-    """Knows when not to ask an engine, because its server is loading weights or sleeping for us."""
-
-    def __init__(self) -> None:
-        self.changes = 0  # how often either has begun or ended
-        self._loads = 0
-        self._is_asleep = False
-
-    @property
-    def is_now(self) -> bool:
-        return self._loads > 0 or self._is_asleep
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Note that an update of weights is under way during the `with` block."""
-        self._loads += 1
-        self.changes += 1
-        try:
-            yield
-        finally:
-            self._loads -= 1
-            self.changes += 1
-
-    def sleeping(self, is_asleep: bool) -> None:
-        """Note that the server sleeps. Call this before sending it to sleep, and again once it is awake."""
-        self._is_asleep = is_asleep
-        self.changes += 1
 
 
 class AdapterBackend(RemoteBackend, abc.ABC):
@@ -128,7 +99,8 @@ class StudentBackend(AdapterBackend):
         super().__init__(settings, server, loads, base=server.files.directory, run_directory=run_directory)
         self._settings = settings
         self._names = WeightNames(self._name, is_student=self._is_student)
-        self._standstill = Standstill()
+        self._loads = 0  # updates of weights under way
+        self._changes = 0  # how often one, or a sleep, has begun or ended
         self._asleep: set[Part] = set()
 
     @contextlib.contextmanager
@@ -175,15 +147,21 @@ class StudentBackend(AdapterBackend):
         return await ask_behind(self._server, self.SAYINGS, deadline=deadline)
 
     async def _update(self, snapshot: WeightSnapshot, deadline: float) -> None:
-        with self._standstill.loading(), self._names.updating(snapshot.version):
-            await self._replace_weights(snapshot, deadline)
+        self._loads += 1
+        self._changes += 1
+        try:
+            with self._names.updating(snapshot.version):
+                await self._replace_weights(snapshot, deadline)
+        finally:
+            self._loads -= 1
+            self._changes += 1
 
     @property
     def sleeps_while_training(self) -> bool:
         return self._settings.sleep_while_training
 
     async def sleep(self, *, deadline: float) -> None:
-        self._standstill.sleeping(True)
+        self._changes += 1
         self._asleep.update(PARTS)
         await self._sleep(deadline)
 
@@ -192,7 +170,7 @@ class StudentBackend(AdapterBackend):
 
     async def wake(self, *, deadline: float) -> None:
         await self._wake_those(PARTS, deadline)
-        self._standstill.sleeping(False)
+        self._changes += 1
 
     async def _wake_those(self, parts: Sequence[Part], deadline: float) -> None:
         """Wake those of the parts that sleep, in order."""
@@ -203,14 +181,14 @@ class StudentBackend(AdapterBackend):
 
     async def ping(self, *, deadline: float) -> None:
         """Ask the engine, or the process in front of it while the engine stands still."""
-        if self._standstill.is_now:
+        if self._loads or self._asleep:
             await self._server.ask_whether_ready(deadline)
             return
-        changes = self._standstill.changes
+        changes = self._changes
         try:
             await self._ask_engine(deadline)
         except RequestError:
-            if changes == self._standstill.changes:  # otherwise the engine began to stand still while it was asked
+            if changes == self._changes:  # otherwise the engine began to stand still while it was asked
                 raise
 
 

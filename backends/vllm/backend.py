@@ -206,7 +206,7 @@ class VllmBackend(StudentBackend):
         self._limits.check(request.token_ids, new_tokens=1, top_k=top_k)
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.offers.max_top_k))
-        changes, version = self._standstill.changes, INITIAL
+        changes, version = self._changes, INITIAL
         if len(request.response_ids):
             with self._asking(expected_version) as (client, names):
 
@@ -240,7 +240,7 @@ class VllmBackend(StudentBackend):
         A reply names only the weights of the token after its rows. What is asked during an update may still be answered
         in part by the weights before.
         """
-        if changes != self._standstill.changes:
+        if changes != self._changes:
             raise VersionMismatchError(
                 f"{self._name}: the weights changed while {what} scored", may_pass=expected is None
             )
@@ -283,7 +283,7 @@ class VllmBackend(StudentBackend):
                 f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
                 "processed_logprobs: start the server without it"
             )
-        changes = self._standstill.changes
+        changes = self._changes
         with self._asking(expected_version) as (client, names):
 
             def check(replies: Iterable[Sequence[NamedSpan]]) -> None:
