@@ -24,7 +24,7 @@ from ..shared.bodies import Steps
 from ..shared.held_weights import NamedSpan
 from ..shared.remote import RemoteServer
 from ..shared.replies import ABORTED, check_logprobs, check_rows
-from .replies import Answer, Dialect, GenerateRoute, read_npy, read_prompt_row, read_table
+from .replies import Answer, CompletionsRoute, GenerateRoute, read_npy, read_prompt_row, read_table
 
 SCALE_OUT = b"--enable-scale-out"
 # What a request leaves out, the server takes from the model's generation_config.json, from
@@ -91,7 +91,7 @@ class VllmClient:
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
         self.model = ""
-        self.route: Dialect = GenerateRoute()
+        self.route: GenerateRoute | CompletionsRoute = GenerateRoute()
 
     def naming(self, model: str) -> VllmClient:
         """Return a client of the same server whose requests name another model, such as an adapter."""

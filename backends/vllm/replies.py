@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,18 +44,6 @@ class Answer:
 
 
 Entries = tuple[Collection[int], Collection[float]]  # one row: token ids and their log-probabilities
-
-
-class Dialect(Protocol):
-    """One of the routes that accept token ids."""
-
-    path: str
-
-    def body(self, model: str, token_ids: list[int], parameters: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def read(self, reply: bytes) -> Answer: ...
-
-    def read_row(self, row: msgspec.Raw) -> Entries: ...
 
 
 class _TopToken(msgspec.Struct, gc=False):

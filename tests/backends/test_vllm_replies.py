@@ -18,7 +18,6 @@ from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.vllm.client import NoSuchRouteError, read_error
 from spot_async.backends.vllm.replies import (
     CompletionsRoute,
-    Dialect,
     GenerateRoute,
     Table,
     read_prompt_row,
@@ -29,8 +28,10 @@ from spot_async.errors import (
     PoisonedReplyError,
 )
 
+Route = GenerateRoute | CompletionsRoute
 
-def table_of(route: Dialect, reply: Any, width: int) -> Table:
+
+def table_of(route: Route, reply: Any, width: int) -> Table:
     answer = route.read(msgspec.json.encode(reply))
     return run_at_once(read_table(answer.token_rows, route.read_row, width=width))
 
@@ -58,7 +59,9 @@ def test_the_openai_route_gives_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize(("name", "route"), [("score", GenerateRoute()), ("score_completions", CompletionsRoute())])
-def test_rows_of_given_tokens_hold_the_token_and_the_likeliest(name: str, route: Dialect) -> None:
+def test_rows_of_given_tokens_hold_the_token_and_the_likeliest(
+    name: str, route: GenerateRoute | CompletionsRoute
+) -> None:
     rows = route.read(msgspec.json.encode(recorded(name))).prompt_rows
     whole = recorded("score")["prompt_logprobs"]
     table = run_at_once(read_table(rows[1:], read_prompt_row, width=3))
