@@ -28,14 +28,13 @@ from spot_async.types import (
     SamplingSettings,
     ScoreRequest,
     TokenScores,
-    WeightVersion,
 )
 
 from ..shared.bodies import Steps
 from ..shared.connection import Url
 from ..shared.discovery import MODELS, noise_nats
 from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
-from ..shared.replies import bounded_scores, check_end, check_generation, check_scores
+from ..shared.replies import check_end, check_generation, check_scores
 from ..shared.request_limits import OPENAI_BAN, RequestLimits, logit_bias
 from ..shared.settings import AttachedSettings
 from ..shared.token_texts import UNKNOWN, TokenTexts
@@ -170,10 +169,6 @@ class OpenAIBackend(RemoteBackend):
         limits.check(request.token_ids)
         if request.temperature != 1.0 and found.score_temperature == "one":
             raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {request.temperature:g}")
-        if not len(request.response_ids):
-            none = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
-            vocab_size, version = self._files.vocab_size, WeightVersion(0, 0)
-            return bounded_scores(np.zeros(0, np.float32), *none, top_k=top_k, vocab_size=vocab_size, version=version)
         return await self._score(request, top_k)
 
     async def _find(self, deadline: float) -> Capabilities:

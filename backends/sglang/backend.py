@@ -50,7 +50,7 @@ from ..shared.student_backend import PARTS, Part, StudentBackend
 from . import process
 from .generation import generate_below
 from .process import PACKAGE, sglang_command
-from .replies import Scores, TopK, read_scores
+from .replies import Scores, read_scores
 from .requests import SglangRequests, neutral
 from .sglang_discovery import (
     PLAIN_TEXT,
@@ -242,12 +242,10 @@ class SglangBackend(StudentBackend):
         )
 
     async def _score(self, request: ScoreRequest, top_k: int, expected: WeightVersion | None = None) -> Scores:
-        if not len(request.response_ids):
-            empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
-            return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
         sequence = request.token_ids
         self._requests.limits.check(sequence, top_k=top_k)
         self._requests.limits.check(request.prompt_ids)
+        self._requests.limits.check(request.response_ids)
         body = {
             "input_ids": sequence.tolist(),
             "sampling_params": {"max_new_tokens": 0},

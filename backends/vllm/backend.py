@@ -207,32 +207,21 @@ class VllmBackend(StudentBackend):
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.offers.max_top_k))
         changes, version = self._changes, INITIAL
-        if len(request.response_ids):
-            with self._asking(expected_version) as (client, names):
+        with self._asking(expected_version) as (client, names):
 
-                def check(spans: Sequence[NamedSpan]) -> None:
-                    nonlocal version
-                    version = version_spans(names, spans, 1)[0].version or INITIAL
+            def check(spans: Sequence[NamedSpan]) -> None:
+                nonlocal version
+                version = version_spans(names, spans, 1)[0].version or INITIAL
 
-                logprobs, topk_ids, topk_logprobs = await client.score(
-                    request.prompt_ids.tolist(),
-                    request.response_ids.tolist(),
-                    top_k=served_k,
-                    check=check,
-                    deadline=request.deadline,
-                )
-            self._check_unchanged(changes, expected_version, "a response was")
-        else:
-            logprobs = np.zeros(0, np.float32)
-            topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
-        return bounded_scores(
-            logprobs,
-            topk_ids,
-            topk_logprobs,
-            top_k=top_k,
-            vocab_size=vocab_size,
-            version=version,
-        )
+            scored = await client.score(
+                request.prompt_ids.tolist(),
+                request.response_ids.tolist(),
+                top_k=served_k,
+                check=check,
+                deadline=request.deadline,
+            )
+        self._check_unchanged(changes, expected_version, "a response was")
+        return bounded_scores(*scored, top_k=top_k, vocab_size=vocab_size, version=version)
 
     def _check_unchanged(self, changes: int, expected: WeightVersion | None, what: str) -> None:
         """Raise `VersionMismatchError` if weights were loaded since there were so many `changes`.

@@ -127,8 +127,8 @@ async def test_the_longest_sequence_that_is_promised_is_served(
             return float(np.abs(scores.logprobs - own(wanted, response)).max())
 
         await expect_of_samples(fill_the_context)
-        empty = await backend.score(ScoreRequest(prompt, prompt[:0], 1.0, soon()), top_k=4)
-        assert empty.topk_ids.shape == (0, 4)
+        with pytest.raises(PermanentError, match="at least one token"):
+            await backend.score(ScoreRequest(prompt, prompt[:0], 1.0, soon()), top_k=4)
         with pytest.raises(PermanentError, match=f"exceed the server's context of {limit}"):
             await backend.generate(prompt, sampling(limit - 99), deadline=soon())
 
