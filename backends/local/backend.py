@@ -77,9 +77,7 @@ class LocalBackend(AdapterBackend):
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await super()._open(stack)
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-        async with asked_as(
-            self._server, "`spot-async serve`", _may_be_other, others="vllm, sglang or openai", deadline=deadline
-        ):
+        async with asked_as(self._server, "`spot-async serve`", _may_be_other, deadline=deadline):
             with self._server.starting():
                 found = await self._server.get(api.HEALTH, api.HealthReply, deadline=deadline)
         self._held = HeldWeights(self._name, found.version)

@@ -40,7 +40,7 @@ from spot_async.types import (
 )
 
 from ..shared.bodies import Steps
-from ..shared.discovery import compare_tokenizers, differences, is_unknown, noise_nats, temperature_convention
+from ..shared.discovery import asked_as, compare_tokenizers, differences, is_unknown, noise_nats, temperature_convention
 from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
@@ -55,7 +55,6 @@ from .requests import SglangRequests, neutral
 from .sglang_discovery import (
     PLAIN_TEXT,
     SAYINGS,
-    asked_as_sglang,
     check_cache,
     check_exact,
     check_ready,
@@ -94,7 +93,7 @@ class SglangBackend(StudentBackend):
 
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
         # vLLM may have a /server_info too, but not the rest.
-        async with asked_as_sglang(self._server, is_unknown, deadline=deadline):
+        async with asked_as(self._server, "SGLang", is_unknown, deadline=deadline):
             info = await server_info(self._server, deadline=deadline)
             self._updater = SglangWeights(self._server, self._settings.weights, info, log_directory=self._log_directory)
             stack.push_async_callback(self._updater.close)

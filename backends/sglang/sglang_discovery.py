@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 
-from ..shared.discovery import PROCESS, IsOther, Saying, asked_as, may_be_other, release
+from ..shared.discovery import PROCESS, Saying, asked_as, may_be_other, release
 from ..shared.remote import RemoteServer
 from .weights import GENERATE, ServerInfo
 
@@ -30,12 +29,8 @@ PLAIN_TEXT = "The sum of two and three is five, and the product of two and three
 
 async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
     """Return what the server says about itself. Raises `ConfigError` for a server of another kind."""
-    async with asked_as_sglang(server, may_be_other, deadline=deadline):
+    async with asked_as(server, "SGLang", may_be_other, deadline=deadline):
         return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
-
-
-def asked_as_sglang(server: RemoteServer, is_other: IsOther, *, deadline: float) -> AbstractAsyncContextManager[None]:
-    return asked_as(server, "SGLang", is_other, others="vllm or openai", deadline=deadline)
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:

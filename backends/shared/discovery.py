@@ -113,30 +113,28 @@ def may_be_other(error: RequestError) -> bool:
 
 
 @asynccontextmanager
-async def asked_as(
-    server: Server, expected: str, is_other: IsOther, *, others: str, deadline: float
-) -> AsyncIterator[None]:
+async def asked_as(server: Server, expected: str, is_other: IsOther, *, deadline: float) -> AsyncIterator[None]:
     """Raise as ConfigError what a server refuses inside that `is_other`, none of the `expected` name.
 
-    It is asked for the list of models, in which each server names itself. `others` are the kinds to choose from where
-    that tells nothing.
+    It is asked for the list of models, in which each server names itself.
     """
     try:
         yield
     except (PermanentError, PoisonedReplyError) as error:
         if not is_other(error):
             raise
-        raise await _other_kind(server, error, expected, others, deadline) from None
+        raise await _other_kind(server, error, expected, deadline) from None
 
 
-async def _other_kind(server: Server, error: RequestError, expected: str, others: str, deadline: float) -> ConfigError:
+async def _other_kind(server: Server, error: RequestError, expected: str, deadline: float) -> ConfigError:
     exchange, endpoint = error.exchange, server.endpoint
     asked = "" if exchange is None else f" ({exchange.method} {exchange.path})"
     line = f"{server.section}: {endpoint.name} does not answer as {expected} does{asked}"
     try:
         models = msgspec.json.decode(await endpoint.get(MODELS, deadline=deadline), type=ModelList).data
     except (RequestError, msgspec.MsgspecError):
-        return ConfigError(f"{line}; for another server use kind: {others}{endpoint.through}")
+        others = ", ".join(kind for name, kind in OWNERS.values() if name != expected and kind != "local")
+        return ConfigError(f"{line}; for another server use kind: {others} or openai{endpoint.through}")
     name, kind = next((OWNERS[each.owned_by] for each in models if each.owned_by in OWNERS), ("", "openai"))
     if name == expected:
         return ConfigError(f"{line}, though it says that it is: update it, or give its own url, not a router's")

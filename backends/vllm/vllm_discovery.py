@@ -6,7 +6,6 @@ Nothing here can harm a server: any version answers each of these requests with 
 from __future__ import annotations
 
 import re
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from spot_async.types import Capabilities
 
 from ..shared.discovery import (
     PROCESS,
-    IsOther,
     ListedModel,
     ModelList,
     Saying,
@@ -97,7 +95,7 @@ async def discover(client: VllmClient, *, deadline: float) -> Found:
 
 async def _first_answers(client: VllmClient, deadline: float) -> tuple[str, int, str | None]:
     """Find out that it is vLLM, with the role's tokenizer; return its version, context, and name for its weights."""
-    async with _asked_as_vllm(client, may_be_other, deadline):
+    async with asked_as(client.server, "vLLM", may_be_other, deadline=deadline):
         version = (await client.server.get("/version", _Software, deadline=deadline)).version
     await _refuse_paused(client, deadline)
     model = await _served_model(client, deadline)
@@ -107,7 +105,9 @@ async def _first_answers(client: VllmClient, deadline: float) -> tuple[str, int,
         weights = await _first_answer(client, deadline)
     except NoSuchRouteError:
         client.route = CompletionsRoute()  # OpenAI's, of servers without the one for token ids only
-        async with _asked_as_vllm(client, lambda error: isinstance(error, NoSuchRouteError), deadline):
+        async with asked_as(
+            client.server, "vLLM", lambda error: isinstance(error, NoSuchRouteError), deadline=deadline
+        ):
             weights = await _first_answer(client, deadline)
     return version, model.max_model_len or client.server.files.max_context_tokens, weights
 
@@ -126,10 +126,6 @@ def _weights_need(version: str, *, names_weights: bool, keeps_output_head: bool)
 
 class _Software(msgspec.Struct):
     version: str
-
-
-def _asked_as_vllm(client: VllmClient, is_other: IsOther, deadline: float) -> AbstractAsyncContextManager[None]:
-    return asked_as(client.server, "vLLM", is_other, others="sglang or openai", deadline=deadline)
 
 
 async def _refuse_paused(client: VllmClient, deadline: float) -> None:
