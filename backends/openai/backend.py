@@ -286,14 +286,11 @@ class OpenAIBackend(RemoteBackend):
 
         def decode(reply: bytes) -> Generation:
             choice = _completion.decode(reply).only
-            if dialect.sampled_token_ids:
-                made = generation(self._role, choice, sampling, top_k=top_k)
-                check_end(self._role, made, sampling)
-            else:
-                made = self._retokenized(choice.text or "", choice.finish_reason, sampling)
-            by_us = not dialect.sampled_token_ids
-            vocab_size = self._files.vocab_size
-            return check_generation(made, sampling, top_k=top_k, vocab_size=vocab_size, is_retokenized=by_us)
+            if not dialect.sampled_token_ids:
+                return self._retokenized(choice.text or "", choice.finish_reason, sampling)
+            made = generation(self._role, choice, sampling, top_k=top_k)
+            check_end(self._role, made, sampling)
+            return check_generation(made, sampling, top_k=top_k, vocab_size=self._files.vocab_size)
 
         async def ask(body: Mapping[str, Any]) -> Generation:
             size = request_size(body, len(prompt_ids))
@@ -313,9 +310,7 @@ class OpenAIBackend(RemoteBackend):
 
         def decode(reply: bytes) -> Generation:
             choice = _chat_reply.decode(reply).only
-            made = self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
-            vocab_size = self._files.vocab_size
-            return check_generation(made, sampling, top_k=0, vocab_size=vocab_size, is_retokenized=True)
+            return self._retokenized(choice.message.content or "", choice.finish_reason, sampling)
 
         return await self._server.ask(
             CHAT, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(prompt_ids))
@@ -324,7 +319,8 @@ class OpenAIBackend(RemoteBackend):
     def _retokenized(self, text: str, finish_reason: str | None, sampling: SamplingSettings) -> Generation:
         ends = (*self._files.vocabulary.end_token_ids, *sampling.stop_token_ids)
         end = next(each for each in ends if each in sampling.stop_token_ids)
-        return retokenized(self._role, text, finish_reason, sampling, self._tokenizer, end)
+        made = retokenized(self._role, text, finish_reason, sampling, self._tokenizer, end)
+        return check_generation(made, sampling, top_k=0, vocab_size=self._files.vocab_size, is_retokenized=True)
 
     def _prompt_text(self, prompt_ids: IntArray) -> str:
         assert self._texts is not None
