@@ -143,12 +143,8 @@ class SglangBackend(StudentBackend):
         self._requests.limits.check_positions(positions, request.response_ids)
         asked = ((prefix, None) for prefix in prefixes(request, positions))
         found = await self._requests.next_tokens(asked, top_k, request.temperature, request.deadline)
-        tops = [each.top for each in found if each.top is not None]
-        return scored_positions(
-            np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
-            np.concatenate([top.logprobs for top in tops] or [np.zeros((0, top_k), np.float32)]),
-            vocab_size=self._vocab_size,
-        )
+        tops = (each.top for each in found if each.top is not None)
+        return scored_positions(tops, top_k=top_k, vocab_size=self._vocab_size)
 
     async def candidate_logprobs(
         self,

@@ -10,7 +10,7 @@ also those beyond the requested k.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -241,11 +241,13 @@ def bounded_scores(
     )
 
 
-def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
-    """Return positions from a top-K (N, K) that was asked for singly.
+def scored_positions(tops: Iterable[tuple[IntArray, FloatArray]], *, top_k: int, vocab_size: int) -> ScoredPositions:
+    """Return positions from the top-K (1, K) of each, ids and log-probabilities, which were asked for singly.
 
     Raises `PoisonedReplyError`, as `bounded_scores`.
     """
+    none = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+    topk_ids, topk_logprobs = (np.concatenate(each) for each in zip(none, *tops, strict=True))
     lower, upper = _bounds(topk_logprobs, vocab_size)
     return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
 

@@ -245,12 +245,8 @@ class VllmBackend(StudentBackend):
                 functools.partial(client.distribution, prefix, top_k=top_k, deadline=request.deadline)
                 for prefix in prefixes(request, positions)
             )
-        none = np.zeros((0, top_k))
-        return scored_positions(
-            np.concatenate([none.astype(np.int32), *(row.topk_ids for row in rows)]),
-            np.concatenate([none.astype(np.float32), *(row.topk_logprobs for row in rows)]),
-            vocab_size=self._server.files.vocab_size,
-        )
+        tops = ((row.topk_ids, row.topk_logprobs) for row in rows)
+        return scored_positions(tops, top_k=top_k, vocab_size=self._server.files.vocab_size)
 
     async def candidate_logprobs(
         self,
