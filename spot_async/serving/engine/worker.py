@@ -12,7 +12,6 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ class EngineWorker:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.parameters, self.adapters = engine.parameters, engine.adapters  # `read` is slow; the rest is the engine's
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
 
@@ -63,17 +63,9 @@ class EngineWorker:
         self._calls.put(functools.partial(self._engine.submit, task))
         return task.future
 
-    def read_weights(self, directory: Path, digests: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
-        """Read and check weights, as `weights.Parameters.read` does. Slow, and safe beside the engine's thread."""
-        return self._engine.parameters.read(directory, digests)
-
     def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> Future[VersionReply]:
-        """Return a future that is done once all later tokens come from these tensors, which `read_weights` returned."""
+        """Return a future that is done once all later tokens come from these tensors, of `parameters.read`."""
         return self._call(lambda: self._engine.update_weights(tensors, version), version)
-
-    def read_adapter(self, directory: Path, version: WeightVersion) -> Adapter:
-        """Read and check an adapter, as `adapters.Adapters.read` does. Safe beside the engine's thread."""
-        return self._engine.adapters.read(directory, version)
 
     def load_adapter(self, name: str, adapter: Adapter) -> Future[VersionReply]:
         """Return a future that is done once requests may name the adapter."""

@@ -82,7 +82,7 @@ def build_app(
         message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order in which they were sent
-            tensors = await asyncio.to_thread(worker.read_weights, directory, message.digests)
+            tensors = await asyncio.to_thread(worker.parameters.read, directory, message.digests)
             future = worker.update_weights(tensors, version)
             return await _outcome(request, future, message.timeout_s)
 
@@ -91,7 +91,7 @@ def build_app(
         message = await decode(request, api.LoadRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:
-            adapter = await asyncio.to_thread(worker.read_adapter, directory, version)
+            adapter = await asyncio.to_thread(worker.adapters.read, directory, version)
             return await _outcome(request, worker.load_adapter(message.name, adapter), message.timeout_s)
 
     async def unload_adapter(request: Request) -> Response:
