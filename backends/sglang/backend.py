@@ -123,11 +123,7 @@ class SglangBackend(StudentBackend):
     async def score(
         self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
-        if request.temperature != 1.0:
-            raise PermanentError(
-                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {request.temperature:g}: set "
-                "sampling.temperature=1"
-            )
+        self._check_temperature_is_1(request.temperature)
         served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
         found = await self._score(request, served_k, expected_version)
         return bounded_scores(

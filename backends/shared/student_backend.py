@@ -112,6 +112,14 @@ class StudentBackend(AdapterBackend):
         with self._adapters.request(expected) as adapter:
             yield adapter.name, adapter.version
 
+    def _check_temperature_is_1(self, temperature: float) -> None:
+        """Raise `PermanentError` for any other, since vLLM and SGLang score given tokens at no other."""
+        if temperature != 1.0:
+            raise PermanentError(
+                f"{self._name}: {self._settings.kind} scores given tokens at temperature 1 only, not at "
+                f"{temperature:g}: set sampling.temperature=1"
+            )
+
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await super()._open(stack)
         deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S

@@ -43,7 +43,6 @@ from .client import (
     Sampled,
     Singles,
     VllmClient,
-    check_temperature,
     chosen_at_once,
     chosen_singly,
     read_error,
@@ -199,7 +198,7 @@ class VllmBackend(StudentBackend):
         self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
         """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
-        check_temperature(self._name, request.temperature)
+        self._check_temperature_is_1(request.temperature)
         if not len(request.prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
         # vLLM always samples a token, so there must be room for one.
@@ -239,7 +238,7 @@ class VllmBackend(StudentBackend):
 
         vLLM serves a wide top-k of tokens that it samples. Of a prompt it would serve one for all tokens or none.
         """
-        check_temperature(self._name, request.temperature)
+        self._check_temperature_is_1(request.temperature)
         with self._asking() as (client, _):
             rows = await self._singles.gather(
                 functools.partial(client.distribution, prefix, top_k=top_k, deadline=request.deadline)
@@ -257,7 +256,7 @@ class VllmBackend(StudentBackend):
         expected_version: WeightVersion | None,
     ) -> FloatArray:
         """Score candidates. The temperature must be 1, at which the student's own log-probabilities are."""
-        check_temperature(self._name, request.temperature)
+        self._check_temperature_is_1(request.temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         self._limits.check_positions(positions, request.response_ids)

@@ -77,14 +77,6 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     return None
 
 
-def check_temperature(role: str, temperature: float) -> None:
-    """Raise `PermanentError` for any temperature but 1, the only one at which vLLM scores given tokens."""
-    if temperature != 1.0:
-        raise PermanentError(
-            f"{role}: vLLM scores tokens at temperature 1 only, not at {temperature:g}: set sampling.temperature=1"
-        )
-
-
 class VllmClient:
     """The client of one server. It uses the best route that the server has. `model` is the name in requests."""
 
