@@ -118,9 +118,9 @@ class _Discovery:
             await self._check_last_id(found)
         dialect = await self._scoring(await self._generating(found))
         if dialect.scoring is not None:
-            dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
+            dialect = replace(dialect, score_temperature=await self._temperature(self._scores_at, dialect))
         if dialect.generation_logprobs:
-            dialect = replace(dialect, generation_temperature=await self._generation_temperature(dialect))
+            dialect = replace(dialect, generation_temperature=await self._temperature(self._likeliest_at, dialect))
         return dialect
 
     async def _model(self) -> Dialect:
@@ -277,28 +277,37 @@ class _Discovery:
         # If there are fewer than K entries, one of them may be the token's own, which does not count.
         return k if given >= k or (dialect.keyed_by_text and given > k // 2) else max(1, given - 1)
 
-    async def _score_temperature(self, dialect: Dialect) -> LogprobTemperature:
-        """Find out at which temperature scores are. A refusal of other temperatures than 1 means 1."""
-        prompt = self._prompt(dialect)
-        one, other = [
-            await self._ask(dialect.score_body(prompt, 1, temperature=temperature))
-            for temperature in (1.0, OTHER_TEMPERATURE)
-        ]
-        return "one" if one is None or other is None or _same_numbers(one.only, other.only) else "request"
+    async def _temperature(
+        self, numbers: Callable[[Dialect, float], Awaitable[dict[Any, float]]], dialect: Dialect
+    ) -> LogprobTemperature:
+        """Find out at which temperature log-probabilities are. A refusal of other temperatures than 1 means 1.
 
-    async def _generation_temperature(self, dialect: Dialect) -> LogprobTemperature:
-        """Find out at which temperature log-probabilities of generated tokens are, in the same way."""
-        found = []
-        for temperature in (1.0, OTHER_TEMPERATURE):
-            sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
-            body = dialect.generate_body(self._prompt(dialect), sampling, self._tokenizer)
-            reply = await self._ask({**body, "logprobs": 2})
-            logprobs = reply.only.logprobs if reply is not None else None
-            rows = logprobs.top_logprobs if logprobs is not None else None
-            found.append(read_echoed_row(rows[0]) if rows else {})
-        one, other = found
-        moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
-        return "one" if _are_same(moved) else "request"
+        The temperatures asked at lie so far apart that the mean tells. In 16 bits single tokens may move more.
+        """
+        one, other = [await numbers(dialect, temperature) for temperature in (1.0, OTHER_TEMPERATURE)]
+        moved = [abs(one[key] - other[key]) for key in one.keys() & other.keys()]
+        return "one" if not moved or fmean(moved) < OTHER_MEAN_NATS else "request"
+
+    async def _scores_at(self, dialect: Dialect, temperature: float) -> dict[int, float]:
+        """Return scores of the prompt, numbered."""
+        reply = await self._ask(dialect.score_body(self._prompt(dialect), 1, temperature=temperature))
+        if reply is None:
+            return {}
+        values: list[float | None] = []
+        if reply.only.prompt_logprobs is not None:
+            values = [value for row in _rows(reply.only)[1:] for value in row.values()]
+        elif reply.only.logprobs is not None:  # the last token may be a generated one, which differs each time
+            values = reply.only.logprobs.token_logprobs[1:-1]
+        return {place: value or 0.0 for place, value in enumerate(values)}
+
+    async def _likeliest_at(self, dialect: Dialect, temperature: float) -> dict[str, float]:
+        """Return log-probabilities of the likeliest first tokens of a response, by their names."""
+        sampling = msgspec.structs.replace(self._sampling, temperature=temperature)
+        body = dialect.generate_body(self._prompt(dialect), sampling, self._tokenizer)
+        reply = await self._ask({**body, "logprobs": 2})
+        logprobs = reply.only.logprobs if reply is not None else None
+        rows = logprobs.top_logprobs if logprobs is not None else None
+        return {name: value or 0.0 for name, value in read_echoed_row(rows[0]).items()} if rows else {}
 
     async def _chat(self, dialect: Dialect) -> Dialect:
         sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_ANSWER_TOKENS)
@@ -372,20 +381,3 @@ def _echoes(choice: Choice) -> bool:
         return False
     rows = _rows(choice)
     return all(value is not None for value in logprobs.token_logprobs[1:]) and bool(rows) and all(rows[1:])
-
-
-def _same_numbers(one: Choice, other: Choice) -> bool:
-    """Return whether two scores of the same prompt agree. Temperatures 1 and 0.5 differ by far more than noise."""
-
-    def found(choice: Choice) -> list[float]:
-        if choice.prompt_logprobs is not None:
-            return [value or 0.0 for row in _rows(choice)[1:] for value in row.values()]
-        # The last token may be a generated one, which differs each time.
-        return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
-
-    return _are_same([abs(a - b) for a, b in zip(found(one), found(other), strict=False)])
-
-
-def _are_same(nats: Sequence[float]) -> bool:
-    """Return whether numbers that lie so far apart are the same on average. In 16 bits single tokens may move more."""
-    return not nats or fmean(nats) < OTHER_MEAN_NATS
