@@ -114,19 +114,15 @@ class Sender:
 def listen(address: str, port: int) -> Any:  # a TCPStore, which torch has no types for
     """Open the store at which ranks meet, on one address. torch alone would listen on every interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen()
-        store = cast(Any, dist).TCPStore(
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store owns it from here on
-            use_libuv=False,  # the libuv store accepts no listening socket
-        )
-        return store
+    listener = socket.create_server((address, port), family=family)
+    return cast(Any, dist).TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store owns it from here on
+        use_libuv=False,  # the libuv store accepts no listening socket
+    )
 
 
 def main(channel_directory: str, backend: str, device: str, address: str, port: str) -> None:
