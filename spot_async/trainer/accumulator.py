@@ -150,7 +150,7 @@ class Accumulator:
             batch.policy_mask,
             clip=training.clip,
             dual_clip=training.dual_clip,
-        )._asdict()
+        )
         tally.see(ratio=ratios.pop("ratio_max"))
         tally.add(
             **ratios,

@@ -83,33 +83,25 @@ class Cells(NamedTuple):
         return torch.where(terms > clip, clip, terms).masked_fill(~self.exist, 0.0).sum(dim=1)
 
 
-class DivergenceStatistics(NamedTuple):
-    """Of the targets with a divergence, as sums, by the names of `metrics.Tally`."""
-
-    divergences: Tensor  # how many
-    student_mass: Tensor  # the student's probability of a target's own tokens
-    teacher_mass: Tensor  # the target's, which is 1 without a tail
-    cells: Tensor
-    clipped_cells: Tensor  # whose gradient the clip has removed
-    reverse_kl: Tensor  # KL(student || target) over the cells, nats; renormalised where there is no tail
-
-
 @torch.no_grad()
-def divergence_statistics(batch: MicroBatch, logprobs: Tensor, tail_logprobs: Tensor) -> DivergenceStatistics:
-    """Return statistics of a micro-batch's divergences; arguments as in `soft_target_losses`."""
+def divergence_statistics(batch: MicroBatch, logprobs: Tensor, tail_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return sums over a micro-batch's divergences by the names of `metrics.Tally`.
+
+    Arguments are as in `soft_target_losses`.
+    """
     soft, of = batch.soft, batch.soft.is_divergence
     cells = Cells.of(soft, logprobs, tail_logprobs if batch.sums_tails else None)
     clipped = (cells.terms(soft) > _column(soft, "clip")[:, None]) & cells.exist & of[:, None]
     log_q = cells.log_q.masked_fill(~cells.exist, -torch.inf).log_softmax(dim=1)
     reverse = (log_q.exp() * (log_q.clamp(min=LEAST_NATS) - cells.log_p)).masked_fill(~cells.exist, 0.0).sum(dim=1)
-    return DivergenceStatistics(
-        divergences=of.sum(),
-        student_mass=_total(logprobs.exp().masked_fill(~soft.is_token, 0.0).sum(dim=1), of),
-        teacher_mass=_total(soft.probabilities.sum(dim=1), of),
-        cells=(cells.exist & of[:, None]).sum(),
-        clipped_cells=clipped.sum(),
-        reverse_kl=_total(reverse, of),
-    )
+    return {
+        "divergences": of.sum(),  # how many
+        "student_mass": _total(logprobs.exp().masked_fill(~soft.is_token, 0.0).sum(dim=1), of),  # of a target's tokens
+        "teacher_mass": _total(soft.probabilities.sum(dim=1), of),  # the target's own: 1 without a tail
+        "cells": (cells.exist & of[:, None]).sum(),
+        "clipped_cells": clipped.sum(),  # whose gradient the clip has removed
+        "reverse_kl": _total(reverse, of),  # KL(student || target) over the cells, nats; renormalised without a tail
+    }
 
 
 def _total(values: Tensor, where: Tensor) -> Tensor:

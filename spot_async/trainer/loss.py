@@ -59,53 +59,27 @@ def truncated_importance_weights(old_logprobs: Tensor, served_logprobs: Tensor, 
     return torch.exp(old_logprobs - served_logprobs).clamp(max=cap)
 
 
-class MismatchStatistics(NamedTuple):
-    """How far the trainer's log-probabilities are from the served ones, over some of a micro-batch's tokens."""
-
-    tokens: Tensor
-    difference_sum: Tensor  # sum of absolute differences of log-probabilities, nats
-    difference_max: Tensor  # 0 when there is no token
-    kl_sum: Tensor  # sum of k3 estimates of KL(served || trainer), nats
-
-
 @torch.no_grad()
-def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> MismatchStatistics:
-    """Return statistics over the tokens where `mask` (same shape, bool) is true."""
+def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return how far the trainer is from the server over the tokens where `mask` (same shape, bool) is true."""
     difference = (trainer_logprobs - served_logprobs).abs().masked_fill(~mask, 0.0)
-    return MismatchStatistics(
-        tokens=mask.sum(),
-        difference_sum=difference.sum(),
-        difference_max=_largest(difference),
-        kl_sum=k3(limited_log_ratio(trainer_logprobs, served_logprobs).masked_fill(~mask, 0.0)).sum(),
-    )
-
-
-class WeightStatistics(NamedTuple):
-    """Sums of importance weights, of which the effective sample size follows, by the names of `metrics.Tally`."""
-
-    sampling_weight: Tensor
-    sampling_weight_squared: Tensor
+    return {
+        "tokens": mask.sum(),
+        "difference": difference.sum(),  # of log-probabilities, absolute, nats
+        "difference_max": _largest(difference),
+        # k3 estimates of KL(served || trainer), nats
+        "kl": k3(limited_log_ratio(trainer_logprobs, served_logprobs).masked_fill(~mask, 0.0)).sum(),
+    }
 
 
 @torch.no_grad()
-def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> WeightStatistics:
-    """Return sums of `pi_trainer / pi_served`, not capped, over the tokens where `mask` (same shape, bool) is true."""
-    weights = limited_log_ratio(trainer_logprobs, served_logprobs).double().exp().masked_fill(~mask, 0.0)
-    return WeightStatistics(weights.sum(), weights.square().sum())
+def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return sums of `pi_trainer / pi_served`, not capped, over the tokens where `mask` (same shape, bool) is true.
 
-
-class RatioStatistics(NamedTuple):
-    """How far the policy has moved from the behaviour policy: sums over a micro-batch's tokens, by the names of
-    `metrics.Tally`, and the largest ratio.
-
-    To combine micro-batches and ranks, add the sums and take the largest maximum. Means are sums over `policy_tokens`.
+    The effective sample size follows of them. Their names are those of `metrics.Tally`.
     """
-
-    policy_tokens: Tensor
-    ratio: Tensor
-    ratio_max: Tensor  # 0 when there is no token
-    clipped_tokens: Tensor  # tokens whose gradient the clip, the dual clip or the limit of the ratio has removed
-    behavior_kl: Tensor  # k3 estimates of KL(pi_old || pi_theta), nats
+    weights = limited_log_ratio(trainer_logprobs, served_logprobs).double().exp().masked_fill(~mask, 0.0)
+    return {"sampling_weight": weights.sum(), "sampling_weight_squared": weights.square().sum()}
 
 
 @torch.no_grad()
@@ -117,8 +91,12 @@ def ratio_statistics(
     *,
     clip: float,
     dual_clip: float | None = None,
-) -> RatioStatistics:
-    """Return statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
+) -> dict[str, Tensor]:
+    """Return statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true.
+
+    They are sums by the names of `metrics.Tally`, and the largest ratio. To combine micro-batches and ranks, add the
+    sums and take the largest maximum. Means are sums over `policy_tokens`.
+    """
     log_ratio = limited_log_ratio(logprobs, behavior_logprobs).masked_fill(~mask, 0.0)
     advantage = advantages.masked_fill(~mask, 0.0)
     ratio = log_ratio.exp().masked_fill(~mask, 0.0)
@@ -127,13 +105,13 @@ def ratio_statistics(
         clipped |= (advantage < 0) & (ratio > dual_clip)
     # The limit of the ratio removes a gradient too. Without an advantage there was none to remove.
     clipped |= (advantage != 0) & (log_ratio.abs() == MAX_LOG_RATIO_NATS)
-    return RatioStatistics(
-        policy_tokens=mask.sum(),
-        ratio=ratio.sum(),
-        ratio_max=_largest(ratio),
-        clipped_tokens=clipped.sum(),
-        behavior_kl=k3(log_ratio).sum(),
-    )
+    return {
+        "policy_tokens": mask.sum(),
+        "ratio": ratio.sum(),
+        "ratio_max": _largest(ratio),
+        "clipped_tokens": clipped.sum(),
+        "behavior_kl": k3(log_ratio).sum(),  # estimates of KL(pi_old || pi_theta), nats
+    }
 
 
 def _largest(values: Tensor) -> Tensor:

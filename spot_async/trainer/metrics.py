@@ -7,6 +7,7 @@ a batch, and memory by torch's allocator, so no device is waited for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,45 +24,6 @@ from spot_async.trainer.divergence import divergence_statistics
 from spot_async.trainer.loss import mismatch_statistics, weight_statistics
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.parallel import Strategy
-
-_SUMS = (
-    "loss",
-    "loss_policy",
-    "loss_branch",
-    "loss_reference",
-    "loss_entropy",
-    "trajectories",
-    "tokens",
-    "branch_positions",
-    "policy_tokens",
-    "advantage",
-    "ratio",
-    "clipped_tokens",
-    "behavior_kl",
-    "pull_tokens",
-    "pull",
-    "pull_clipped",
-    "first_pull_tokens",
-    "first_pull",
-    "divergences",
-    "student_mass",
-    "teacher_mass",
-    "cells",
-    "clipped_cells",
-    "reverse_kl",
-    "importance_weight",
-    "importance_capped",
-    "mismatch_tokens",
-    "mismatch",
-    "mismatch_kl",
-    "sampled_tokens",
-    "lag",
-    "staleness_tokens",
-    "staleness",
-    "staleness_kl",
-    "sampling_weight",
-    "sampling_weight_squared",
-)
 
 _MEANS = {  # by metric: the sum that it is of, and the one that this is divided by
     "ratio_mean": ("ratio", "policy_tokens"),
@@ -80,6 +42,16 @@ _MEANS = {  # by metric: the sum that it is of, and the one that this is divided
     "staleness_mean": ("staleness", "staleness_tokens"),
     "staleness_kl": ("staleness_kl", "staleness_tokens"),
 }
+_SUMS = tuple(
+    dict.fromkeys(
+        [
+            *itertools.chain(*_MEANS.values()),
+            *("loss", "loss_policy", "loss_branch", "loss_reference", "loss_entropy"),
+            *("trajectories", "tokens", "branch_positions", "sampled_tokens", "lag"),
+            *("first_pull", "first_pull_tokens", "reverse_kl", "sampling_weight", "sampling_weight_squared"),
+        ]
+    )
+)
 # By what the largest is kept of: the sum that is 0 where there was none.
 _MAXIMA = {"ratio": "policy_tokens", "mismatch": "mismatch_tokens", "lag": "lag", "staleness": "staleness_tokens"}
 GIB = float(1 << 30)
@@ -129,7 +101,7 @@ class Tally:
                 first_pull=differences[0].masked_fill(~active[0], 0.0).sum(),
             )
         if batch.has_divergences:
-            self.add(**divergence_statistics(batch, *of_soft_targets)._asdict())
+            self.add(**divergence_statistics(batch, *of_soft_targets))
 
     def count_mismatch(self, batch: MicroBatch, own: Tensor) -> None:
         """Compare the server's log-probabilities with the trainer's, which are of the iteration's first weights.
@@ -138,11 +110,11 @@ class Tally:
         of the same weights the difference is that of engine and trainer. For tokens of older weights it is staleness.
         """
         is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < self.step)
-        self.add(**weight_statistics(own, batch.served_logprobs, batch.policy_mask)._asdict())
+        self.add(**weight_statistics(own, batch.served_logprobs, batch.policy_mask))
         for name, which in (("mismatch", ~is_stale), ("staleness", is_stale)):
             found = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & which)
-            self.add(**{f"{name}_tokens": found.tokens, name: found.difference_sum, f"{name}_kl": found.kl_sum})
-            self.see(**{name: found.difference_max})
+            self.add(**{f"{name}_tokens": found["tokens"], name: found["difference"], f"{name}_kl": found["kl"]})
+            self.see(**{name: found["difference_max"]})
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float) -> dict[str, float]:
         """Return the metrics `train/...`, except times and means over nothing. `grad_norms` has one norm per update.

@@ -98,17 +98,17 @@ def test_ratio_statistics_describe_the_unpadded_tokens_and_add_up():
 
     statistics = ratio_statistics(new, old, advantages, mask, clip=CLIP, dual_clip=3.0)
 
-    assert statistics.policy_tokens == 7
-    assert statistics.ratio.item() == pytest.approx(12.5)
-    assert statistics.ratio_max.item() == pytest.approx(4.0)
-    assert statistics.clipped_tokens == 3  # 1.5 up, 4.0 past the dual clip, 0.5 down
-    assert ratio_statistics(new, old, advantages, mask, clip=CLIP).clipped_tokens == 2
+    assert statistics["policy_tokens"] == 7
+    assert statistics["ratio"].item() == pytest.approx(12.5)
+    assert statistics["ratio_max"].item() == pytest.approx(4.0)
+    assert statistics["clipped_tokens"] == 3  # 1.5 up, 4.0 past the dual clip, 0.5 down
+    assert ratio_statistics(new, old, advantages, mask, clip=CLIP)["clipped_tokens"] == 2
     expected_kl = sum(r - 1 - math.log(r) for r in [1.0, 1.5, 0.5, 4.0, 0.5, 1.5, 3.5])
-    assert statistics.behavior_kl.item() == pytest.approx(expected_kl)
-    assert not any(part.requires_grad for part in statistics)
+    assert statistics["behavior_kl"].item() == pytest.approx(expected_kl)
+    assert not any(part.requires_grad for part in statistics.values())
 
     empty = ratio_statistics(new, old, advantages, torch.zeros_like(mask), clip=CLIP)
-    assert [part.item() for part in empty] == [0, 0, 0, 0, 0]
+    assert [part.item() for part in empty.values()] == [0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
@@ -123,9 +123,9 @@ def test_log_ratios_are_limited_as_in_verl_so_that_an_overflow_gives_no_nan(dual
     assert gradient(loss.sum(), new).tolist() == [0.0] * 4
     mask = torch.ones(4, dtype=torch.bool)
     statistics = ratio_statistics(new, old, advantages, mask, clip=CLIP, dual_clip=dual_clip)
-    assert statistics.clipped_tokens == 4
-    assert statistics.ratio_max.item() == pytest.approx(largest)
-    for value in (*statistics, *mismatch_statistics(new.detach(), old, mask)):
+    assert statistics["clipped_tokens"] == 4
+    assert statistics["ratio_max"].item() == pytest.approx(largest)
+    for value in (*statistics.values(), *mismatch_statistics(new.detach(), old, mask).values()):
         assert torch.isfinite(value)
 
 
@@ -137,7 +137,7 @@ def test_clipped_tokens_are_exactly_those_without_a_gradient():
     slopes = gradient(clipped_policy_loss(new, old, advantage, clip=CLIP, dual_clip=3.0).sum(), new)
     mask = torch.ones_like(new, dtype=torch.bool)
     statistics = ratio_statistics(new, old, advantage, mask, clip=CLIP, dual_clip=3.0)
-    assert statistics.clipped_tokens == (slopes == 0).sum()
+    assert statistics["clipped_tokens"] == (slopes == 0).sum()
 
 
 def test_soft_target_loss_and_its_gradient_match_full_vocabulary_cross_entropy():
