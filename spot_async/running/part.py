@@ -29,7 +29,7 @@ from spot_async.running.assembly import RunEnvironment, make_stages, orchestrato
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.running.resuming import Beginning
 from spot_async.running.run_evaluations import RunEvaluations
-from spot_async.running.run_trainer import RunTrainer, loss_of_trainer
+from spot_async.running.run_trainer import loss_of_trainer
 from spot_async.running.services import SENDING_WEIGHTS, OpenServices, initial_weights
 from spot_async.stages.plugin_contract import state_of
 from spot_async.telemetry.console import RunConsole
@@ -37,6 +37,7 @@ from spot_async.telemetry.live_bottleneck import LiveBottleneck
 from spot_async.telemetry.meters import LoopLag, RunMeters, replica_states
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.side_sink import MetricSink
+from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import WeightSnapshot, WeightVersion
 
 
@@ -51,7 +52,7 @@ class OpenRun:
     screen: RunConsole
     ledger: Ledger
     evaluations: RunEvaluations
-    trainer: RunTrainer
+    trainer: TrainerProcess
     verifier: Verifier
     environment: RunEnvironment | None
     services: OpenServices

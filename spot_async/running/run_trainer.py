@@ -1,30 +1,25 @@
-"""Keeps the trainer of a run, which is started again where it is lost, and decides how often that is done.
+"""Decides how often the trainer of a run is started again where it is lost, and with which settings.
 
 Nothing here goes back to a checkpoint: `resuming.py` does, and `training.py` begins another part of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-from spot_async.base.tasks import Opened, leaves
+from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
-from spot_async.base.waiting_room import Turns, in_turn
-from spot_async.checks.device_shares import TRAINER, shares_with_trainer
+from spot_async.checks.device_shares import shares_with_trainer
 from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.errors import ProcessDiedError, TrainerLostError
+from spot_async.errors import TrainerLostError
 from spot_async.models.footprint import merged_every
 from spot_async.models.hub import local_path
 from spot_async.protocols import Reviser
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.resuming import Beginning
-from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
-from spot_async.types import Live, Supervision, TrainReport, WeightFile
 
 
 class Restarts:
@@ -53,58 +48,6 @@ def loss_of_trainer(failures: BaseException) -> TrainerLostError | None:
     found = leaves(failures)
     losses = [each for each in found if isinstance(each, TrainerLostError)]
     return losses[0] if len(losses) == len(found) else None
-
-
-class RunTrainer(Opened):
-    """The trainer of a run: one `TrainerProcess` after the other. It is entered with the first.
-
-    Implements `protocols.Trainer`.
-    """
-
-    def __init__(self, make: Callable[[], TrainerProcess], turns: Turns | None = None) -> None:
-        """`make` returns one that begins where the run stands. It starts in its turn, of whoever shares its devices."""
-        self._make = make
-        self._turns = turns or Turns()
-        self._resources = AsyncExitStack()
-        self._process: TrainerProcess  # since it was entered
-
-    async def _open(self, stack: AsyncExitStack) -> None:
-        stack.push_async_callback(self.stop)
-        await self.start()
-
-    async def start(self) -> None:
-        """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
-        self._process = await self._resources.enter_async_context(in_turn(self._turns, TRAINER, self._make()))
-
-    async def stop(self) -> None:
-        """End what is left of the trainer."""
-        await self._resources.aclose()
-
-    @property
-    def cpu(self) -> str:
-        return self._process.cpu
-
-    async def watch(self) -> None:
-        """Run for as long as the trainer lives. Raises `TrainerLostError` when it ends by itself."""
-        try:
-            await self._process.watch()
-        except ProcessDiedError as died:
-            raise TrainerLostError(str(died)) from None
-
-    async def look(self, iteration: int, batch: Sequence[Supervision]) -> Sequence[Live]:
-        return await self._process.look(iteration, batch)
-
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        return await self._process.train(iteration, batch)
-
-    async def published(self, step: int) -> tuple[WeightFile, ...]:
-        return await self._process.published(step)
-
-    async def save(self, step: int, directory: str) -> None:
-        await self._process.save(step, directory)
-
-    async def saved(self, step: int) -> float:
-        return await self._process.saved(step)
 
 
 def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, beginning: Beginning) -> TrainerSettings:

@@ -20,7 +20,7 @@ from spot_async.base.events import Channel
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import alongside, entered_in_thread, in_thread
 from spot_async.base.waiting_room import Turns
-from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
+from spot_async.checks.device_shares import TRAINER, ranks_on_gpus, starting_order, taking_turns
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, StorageError
@@ -39,7 +39,7 @@ from spot_async.running.part import OpenRun, Part
 from spot_async.running.ray_places import RayPlaces, placed, placed_nodes
 from spot_async.running.resuming import Beginning, Beginnings
 from spot_async.running.run_evaluations import RunEvaluations
-from spot_async.running.run_trainer import Restarts, RunTrainer, trainer_settings
+from spot_async.running.run_trainer import Restarts, trainer_settings
 from spot_async.running.services import Companions, OpenServices, StartListener, core_shares, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
@@ -54,6 +54,7 @@ from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.nodes.topology import Topology
+from spot_async.trainer.settings import TrainerSettings
 from spot_async.watchdog.monitor import Watchdog
 
 
@@ -120,7 +121,7 @@ class TrainingRun:
         self._lag = LoopLag()
         self._order = starting_order(plan.served, ranks_on_gpus(config.training, config.cluster.nodes or 1))
         self._turns = Turns(self._order)
-        self._trainer = RunTrainer(self._make_trainer, self._turns)
+        self._trainer: TrainerProcess  # in its turn, started again where it is lost
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
         self._verifier = make_verifier(config, self._spending)
         self._environment = make_environment(plan)
@@ -145,6 +146,12 @@ class TrainingRun:
     async def begin(self, stack: ExitStack) -> None:
         """Make the run directory what it was where the run continues. Call it first."""
         self._beginning = await self._beginnings.first(self._checkpoint, self._screen.say)
+        self._trainer = TrainerProcess(
+            self._trainer_settings(),
+            cores=self._cores.available if self._cores.own else None,
+            nodes=self._nodes,
+            turn=partial(self._turns.turn, TRAINER),
+        )
         if self._checkpoint is not None:
             self._spending_log.go_on(self._ledger.spending())
         stack.callback(self._spending_log.write)  # whatever ends the run
@@ -277,18 +284,15 @@ class TrainingRun:
                     if isinstance(servers, ReplicaPool):
                         servers.withdraw_weights()
                 self._beginning = await self._beginnings.after(loss, self._beginning)
+                self._trainer.settings = self._trainer_settings()
                 step, restart = self._beginning.manifest.step, self._restarts
                 self._screen.warn(
                     f"{loss}; continuing after iteration {step} (restart {restart.count} of {restart.most})"
                 )
                 await self._tell_sinks()
 
-    def _make_trainer(self) -> TrainerProcess:
-        return TrainerProcess(
-            trainer_settings(self._config, self._plan, self._directory, self._beginning),
-            cores=self._cores.available if self._cores.own else None,
-            nodes=self._nodes,
-        )
+    def _trainer_settings(self) -> TrainerSettings:
+        return trainer_settings(self._config, self._plan, self._directory, self._beginning)
 
     def _warn_once(self, event: str, words: Callable[[IterationFinished], str]) -> None:
         self._events.subscribe(IterationWarning(event, words, self._screen.warn), to=IterationFinished)

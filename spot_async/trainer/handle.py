@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any, TypeVar, cast
 
 import zmq
@@ -47,18 +47,43 @@ class TrainerProcess(Opened):
     """The trainer of a run, as an async context manager. Entering waits until all ranks are ready;
     `step` is then the number of steps behind them, and so the first iteration to train. `cpu` is that of `Ready`.
 
-    Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave.
+    Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave, or stop
+    what is left and start again.
     """
 
     def __init__(
-        self, settings: TrainerSettings, *, cores: Collection[int] | None = None, nodes: JoinedNodes | None = None
+        self,
+        settings: TrainerSettings,
+        *,
+        cores: Collection[int] | None = None,
+        nodes: JoinedNodes | None = None,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """`cores` are those that the trainer may use; None: the same as this process. `nodes` train too."""
-        self._settings = settings
+        """`cores` are those that the trainer may use; None: the same as this process. `nodes` train too.
+
+        It starts in its `turn`, of whoever shares its devices.
+        """
+        self.settings = settings  # of the next start
         self._cores = cores
         self._nodes = nodes
+        self._turn = turn
+        self._resources = AsyncExitStack()  # of the last start
 
     async def _open(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.stop)
+        await self.start()
+
+    async def start(self) -> None:
+        """Start the ranks, and wait until all are ready."""
+        async with self._turn(), AsyncExitStack() as stack:
+            await self._begin(stack)
+            self._resources = stack.pop_all()
+
+    async def stop(self) -> None:
+        """End what is left of the ranks."""
+        await self._resources.aclose()
+
+    async def _begin(self, stack: AsyncExitStack) -> None:
         channel_directory = str(stack.enter_context(private_directory("spot-trainer-")))
         context = stack.enter_context(zmq.asyncio.Context())
 
@@ -72,7 +97,7 @@ class TrainerProcess(Opened):
         self._published_socket = bound(endpoint(channel_directory, PUBLISHED))
         self._saved_socket = bound(endpoint(channel_directory, SAVED))
         if self._nodes is not None:
-            await self._nodes.begin(self._settings.model_dump_json())
+            await self._nodes.begin(self.settings.model_dump_json())
         self._ranks = await stack.enter_async_context(self._make_ranks(channel_directory))
         if self._nodes is not None:
             stack.push_async_callback(self._nodes.stop)
@@ -80,11 +105,11 @@ class TrainerProcess(Opened):
         self.step, self.cpu = ready.step, ready.cpu
 
     async def watch(self) -> None:
-        """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
-        if self._nodes is None:
-            await self._ranks.watch()
-        else:
-            await self._nodes.watch(self._ranks.watch)
+        """Run for as long as the trainer lives. Raises `TrainerLostError` when it ends by itself."""
+        try:
+            await (self._ranks.watch() if self._nodes is None else self._nodes.watch(self._ranks.watch))
+        except ProcessDiedError as died:
+            raise TrainerLostError(str(died)) from None
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch. The new weights may not be on disk yet: `published` waits for them.
@@ -118,18 +143,16 @@ class TrainerProcess(Opened):
         return (await self._while_it_lives(told, f"step {step} was not saved")).seconds
 
     def _make_ranks(self, channel_directory: str) -> RankProcesses:
-        path, meeting = self._settings.save(), None if self._nodes is None else self._nodes.meeting
+        path, meeting = self.settings.save(), None if self._nodes is None else self._nodes.meeting
         log_path = path.parent / "logs" / "trainer.log"
-        return RankProcesses(self._settings, path, channel_directory, log_path, cores=self._cores, meeting=meeting)
+        return RankProcesses(self.settings, path, channel_directory, log_path, cores=self._cores, meeting=meeting)
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
         """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""
-        timeout_s = self._settings.training.step_timeout_s
+        timeout_s = self.settings.training.step_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 outcome = await while_alive(conversation, self.watch)
-        except ProcessDiedError as died:
-            raise TrainerLostError(str(died)) from None
         except TimeoutError:
             found = await asyncio.to_thread(lambda: [*standing_still(os.getpid())])
             still = "".join(f"; {each}" for each in found if each.startswith("rank "))

@@ -101,7 +101,7 @@ def test_a_run_keeps_the_student_of_its_newest_checkpoint_and_nothing_elsewhere(
     make = TrainerProcess._make_ranks
 
     def noted(trainer: TrainerProcess, channel_directory: str) -> object:
-        place = trainer._settings.weights_directory
+        place = trainer.settings.weights_directory
         where.append((place.parent, place.stat().st_mode & 0o777))
         return make(trainer, channel_directory)
 

@@ -24,7 +24,7 @@ class RankOnThread(Opened):
     """In place of a trainer's `RankProcesses`."""
 
     def __init__(self, trainer: TrainerProcess, channel_directory: str) -> None:
-        settings = self._settings = trainer._settings
+        settings = self._settings = trainer.settings
         assert (settings.training.ranks, settings.training.sharding) == (1, "none"), "needs processes of its own"
         self.log_path = settings.save().parent / "logs" / "trainer.log"
         self.log_path.parent.mkdir(exist_ok=True)
