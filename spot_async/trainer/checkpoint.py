@@ -43,9 +43,10 @@ from spot_async.base.files import flush_to_disk
 from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
 from spot_async.trainer.optimizer import state_of
-from spot_async.trainer.parallel import Strategy, broadcast_bytes, idle_group, local, offsets, wait_for_all
+from spot_async.trainer.parallel import Strategy, idle_group, local, offsets, wait_for_all
 
 STEP = "trained_steps"
+REASON_BYTES = 1 << 10  # of what a rank tells the others: it is one line
 RANDOM_STATE = "random_state"
 # What torch's reader looks for in a file's header.
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
@@ -267,10 +268,8 @@ class CheckpointSaver:
         """Return the reason of a rank that failed, the same on all ranks; "" if none did."""
         if self._group is None:
             return reason
-        failed_rank = torch.tensor(self._strategy.rank if reason else -1)
-        dist.all_reduce(failed_rank, op=dist.ReduceOp.MAX, group=self._group)
-        source = int(failed_rank)
-        if source < 0:
-            return ""
-        told = reason.encode() if self._strategy.rank == source else None
-        return broadcast_bytes(told, source=source, group=self._group).decode()
+        told = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        heard = [torch.empty(REASON_BYTES, dtype=torch.uint8) for _ in range(self._strategy.ranks)]
+        dist.all_gather(heard, torch.frombuffer(bytearray(told), dtype=torch.uint8), group=self._group)
+        reasons = (each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in heard)
+        return next(filter(None, reasons), "")

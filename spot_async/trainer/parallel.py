@@ -184,25 +184,8 @@ def wait_for_all(group: dist.ProcessGroup | None) -> None:
         dist.barrier(group)
 
 
-def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
-    """Return the bytes of rank `source` on every rank. The others give None. By default the group is that of all ranks.
-
-    Bytes travel in a tensor, because object collectives would pickle.
-    """
-    if rank_count() == 1:
-        assert data is not None
-        return data
-    length = torch.tensor([len(data) if data is not None else 0])
-    dist.broadcast(length, src=source, group=group)
-    buffer = torch.empty(int(length), dtype=torch.uint8)
-    if data is not None:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=source, group=group)
-    return buffer.numpy().tobytes()
-
-
 def send_bytes(data: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Send bytes to another rank."""
+    """Send bytes to another rank, in a tensor, because object collectives would pickle."""
     dist.send(torch.tensor([len(data)]), dst=rank, group=group)
     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=group)
 
