@@ -83,10 +83,6 @@ class RunWeights:
                 with contextlib.suppress(FileNotFoundError):  # the trainer deletes it meanwhile
                     flush_directory(each)
 
-    def point_student_to(self, directory: Path) -> None:
-        """Let the link `student` point to the newest published weights. The switch is atomic."""
-        self._point("student", directory)
-
     def advance_student_to(self, directory: Path) -> None:
         """Let the link `student` point to published weights, if they are whole, newer than those, and outlive the run.
 
@@ -114,7 +110,7 @@ class RunWeights:
     def _advance(self, directory: Path) -> None:
         link = self._run / "student"
         if has_weights(directory) and not (link.exists() and link.resolve().name > directory.name):
-            self.point_student_to(directory)
+            self._point("student", directory)
 
     def _copy(self, weights: Path, kept: Path) -> Path:
         try:

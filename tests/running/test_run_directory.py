@@ -41,7 +41,7 @@ def publish(run, step):
     directory = run.path / "weights" / f"step-{step:06d}"
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_text(f"weights of {step}")
-    run.weights.point_student_to(directory)
+    run.weights.advance_student_to(directory)
     for old in sorted(directory.parent.glob("step-*"))[:-2]:
         shutil.rmtree(old)
     return directory
