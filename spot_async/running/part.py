@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 from spot_async.base.events import Channel
@@ -41,9 +40,8 @@ from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import WeightSnapshot, WeightVersion
 
 
-@dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """What all parts of a run share: its files are open, and its servers have answered."""
+    """What all parts of a run share: its files are open, and its servers have answered. `TrainingRun` is one."""
 
     config: Config
     plan: TrainPlan

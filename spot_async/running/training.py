@@ -76,7 +76,7 @@ async def train(
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome."""
     with ExitStack() as stack:
         run = TrainingRun(config, plan, directory, console, start or Start(), stack)
-        await run.begin(stack)
+        await run.prepare(stack)
         async with entered_in_thread(run.open_sinks()) as run.sinks:
             outcome = await run.run()
             structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
@@ -85,7 +85,7 @@ async def train(
     return outcome
 
 
-class TrainingRun:
+class TrainingRun(OpenRun):
     """A training run whose files are open, and the order in which its servers, trainer and parts come and end."""
 
     def __init__(
@@ -98,11 +98,11 @@ class TrainingRun:
         stack: ExitStack,
     ) -> None:
         """Lock the run directory, and enter on `stack` what must outlive the servers: watchdog, logs and screen."""
-        self._config = config
-        self._plan = plan
-        self._directory = directory
+        self.config = config
+        self.plan = plan
+        self.directory = directory
         self._start = start
-        self._screen = RunConsole(console, plan.schedule.iterations)
+        self.screen = RunConsole(console, plan.schedule.iterations)
         self._spending = make_spending(config, plan)
         self._spending_log = SpendingLog(directory, self._spending.accounts)
         self._cores = core_shares(plan.served)
@@ -110,21 +110,20 @@ class TrainingRun:
         if silence is not None and start.topology is not None:
             silence = {**silence, None: silence[None] + config.cluster.join_timeout_s}
         self._watchdog = Watchdog(silence, directory.path, exit_process=start.exit_process)
-        self._nodes = None if start.topology is None else JoinedNodes(start.topology, config, self._screen.say)
-        self._events = Channel()
+        self._nodes = None if start.topology is None else JoinedNodes(start.topology, config, self.screen.say)
+        self.events = Channel()
         self._results = RunResults(0 if start.checkpoint is None else start.checkpoint.manifest.step)
-        self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
-        failures = FailureLog(self._screen.say, self._results.resumed_after)
-        self._events.subscribe(failures, to=failures.hears)
-        history = self._evaluations.history
-        self._events.subscribe(self._spending_log, history, self._screen, self._watchdog, to=RunEvent)
-        self._lag = LoopLag()
+        self.evaluations = RunEvaluations(config, plan, directory, self.events, self._results)
+        failures = FailureLog(self.screen.say, self._results.resumed_after)
+        self.events.subscribe(failures, to=failures.hears)
+        history = self.evaluations.history
+        self.events.subscribe(self._spending_log, history, self.screen, self._watchdog, to=RunEvent)
+        self.lag = LoopLag()
         self._order = starting_order(plan.served, ranks_on_gpus(config.training, config.cluster.nodes or 1))
         self._turns = Turns(self._order)
-        self._trainer: TrainerProcess  # in its turn, started again where it is lost
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
-        self._verifier = make_verifier(config, self._spending)
-        self._environment = make_environment(plan)
+        self.verifier = make_verifier(config, self._spending)
+        self.environment = make_environment(plan)
 
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
@@ -134,43 +133,43 @@ class TrainingRun:
             published = stack.enter_context(private_directory("spot-weights-", Path(parent).resolve()))
             directory.weights = RunWeights(directory.path, published)
         stack.callback(directory.weights.flush)
-        self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
-        self._beginnings = Beginnings(config, plan, directory, self._ledger, self._evaluations)
+        self.ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
+        self._beginnings = Beginnings(config, plan, directory, self.ledger, self.evaluations)
         self._checkpoint = start.checkpoint
         self._beginning: Beginning  # of the part that trains
-        self.sinks: list[MetricSink] = []
+        self.sinks = []
         stack.callback(failures.close)
-        stack.enter_context(self._screen.live())
-        stack.enter_context(self._lag.measuring())
+        stack.enter_context(self.screen.live())
+        stack.enter_context(self.lag.measuring())
 
-    async def begin(self, stack: ExitStack) -> None:
+    async def prepare(self, stack: ExitStack) -> None:
         """Make the run directory what it was where the run continues. Call it first."""
-        self._beginning = await self._beginnings.first(self._checkpoint, self._screen.say)
-        self._trainer = TrainerProcess(
+        self._beginning = await self._beginnings.first(self._checkpoint, self.screen.say)
+        self.trainer = TrainerProcess(
             self._trainer_settings(),
             cores=self._cores.available if self._cores.own else None,
             nodes=self._nodes,
             turn=partial(self._turns.turn, TRAINER),
         )
         if self._checkpoint is not None:
-            self._spending_log.go_on(self._ledger.spending())
+            self._spending_log.go_on(self.ledger.spending())
         stack.callback(self._spending_log.write)  # whatever ends the run
 
     def open_sinks(self) -> AbstractContextManager[list[MetricSink]]:
         """Open where metrics are sent to, which may take long: W&B asks its server. They are the run's `sinks`."""
-        iterations, path = self._plan.schedule.iterations, self._directory.path
+        iterations, path = self.plan.schedule.iterations, self.directory.path
         stages, report = lambda: self._results.stages, self._start.report
-        return open_sinks(self._config, path, iterations, stages, self._screen.warn, report)
+        return open_sinks(self.config, path, iterations, stages, self.screen.warn, report)
 
     async def run(self) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
         try:
-            cluster, path = self._config.cluster, self._directory.path
+            cluster, path = self.config.cluster, self.directory.path
             if cluster.kind == "ray":
-                self._events.publish(StepBegan("waiting for places on Ray"))
+                self.events.publish(StepBegan("waiting for places on Ray"))
             async with (
                 alongside(self._watchdog.watch),
-                placed(self._plan.served, cluster, path, cluster.placed_nodes) as places,
+                placed(self.plan.served, cluster, path, cluster.placed_nodes) as places,
                 placed_nodes(self._nodes, places.nodes, path),
                 nullcontext() if self._nodes is None else self._nodes.open(),
                 self._open_services(places) as services,
@@ -181,76 +180,62 @@ class TrainingRun:
         except* BudgetSpentError as spent:
             self._results.is_out_of_money(spent)
         return self._results.outcome(
-            self._directory.path, self._evaluations.history.best, self._spending.summary(), self._restarts.count
+            self.directory.path, self.evaluations.history.best, self._spending.summary(), self._restarts.count
         )
 
     def _open_services(self, places: RayPlaces) -> AbstractAsyncContextManager[OpenServices]:
         """Open what the plan serves, with the trainer and the verifier beside it."""
         return open_services(
             places.served,
-            self._directory.path,
-            run=(self._config, self._plan),
+            self.directory.path,
+            run=(self.config, self.plan),
             beside=Companions(
-                entered=[self._trainer, self._verifier, *filter(None, [self._environment])],
+                entered=[self.trainer, self.verifier, *filter(None, [self.environment])],
                 watches=places.watches,
                 spending=self._spending,
                 cores=self._cores,
                 turns=self._turns,
                 listener=StartListener(
                     starting=self._servers_starting,
-                    step=lambda step: self._events.publish(StepBegan(step)),
+                    step=lambda step: self.events.publish(StepBegan(step)),
                     answered=self._watchdog.answered,
-                    warn=self._screen.warn,
-                    ready=self._screen.say,
-                    waiting=self._screen.say,
+                    warn=self.screen.warn,
+                    ready=self.screen.say,
+                    waiting=self.screen.say,
                 ),
             ),
         )
 
     def _servers_starting(self, backends: Mapping[str, Backend]) -> None:
-        self._events.publish(ServersStarting(partial(replica_lines, backends)))
+        self.events.publish(ServersStarting(partial(replica_lines, backends)))
         for line in taking_turns(self._order):
-            self._screen.say(line)
-        logs = self._directory.path / "logs"
-        self._events.publish(StepBegan(f"starting {', '.join(self._plan.served)} and trainer; their logs: {logs}"))
+            self.screen.say(line)
+        logs = self.directory.path / "logs"
+        self.events.publish(StepBegan(f"starting {', '.join(self.plan.served)} and trainer; their logs: {logs}"))
 
     async def _work(self, services: OpenServices) -> None:
         """Evaluate, train, and evaluate again, while the servers live."""
-        run = OpenRun(
-            config=self._config,
-            plan=self._plan,
-            directory=self._directory,
-            events=self._events,
-            screen=self._screen,
-            ledger=self._ledger,
-            evaluations=self._evaluations,
-            trainer=self._trainer,
-            verifier=self._verifier,
-            environment=self._environment,
-            services=services,
-            sinks=self.sinks,
-            lag=self._lag,
-        )
+        self.services = services
         self._note_cpu()
-        compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
+        compared = precision(self.config.training.dtype, services.capabilities["student"].dtype)
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
         rows = await self._rows()
         self._warn_once(NO_ADVICE, OutcomeHistory(rows).warning)
-        if self._config.environment is not None:
+        if self.config.environment is not None:
             self._warn_once(NO_TURNS, lambda finished: unplayed_words(finished.means))
-        baseline = getattr(self._config.policy, "baseline", None)
+        baseline = getattr(self.config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:
             self._warn_once(FELL, EntropyHistory(rows, baseline).warning)
-        before = self._results.before = await self._evaluations.before(services.student)
+        before = self._results.before = await self.evaluations.before(services.student)
         if self._beginning.checkpoint is not None:
             await self._tell_sinks()
         elif before is not None:
             for sink in self.sinks:
                 sink.write(0, evaluation_metrics(before), sample_texts(before))
-        state = await self._train(run)
+        state = await self._train()
         if not state.stopped:
-            after = self._results.after = await self._evaluations.after(services.student, state.iteration)
-            if after is not None and state.iteration not in self._evaluations.told():
+            after = self._results.after = await self.evaluations.after(services.student, state.iteration)
+            if after is not None and state.iteration not in self.evaluations.told():
                 for sink in self.sinks:
                     sink.conclude(state.iteration, evaluation_metrics(after), sample_texts(after))
         if self._nodes is not None:
@@ -258,18 +243,18 @@ class TrainingRun:
 
     def _note_cpu(self) -> None:
         """Write down what the trainer computes on. Say so if an earlier part of the run computed on another CPU."""
-        now = self._trainer.cpu
-        before = self._directory.note_cpu(now) if now else None
+        now = self.trainer.cpu
+        before = self.directory.note_cpu(now) if now else None
         if before is not None and before != now:
             words = f"trained on {before} so far, and now on {now}: from here on the numbers differ in their last bits"
-            self._screen.warn(words)
+            self.screen.warn(words)
             structlog.get_logger().warning("other cpu", reason=words)
 
-    async def _train(self, run: OpenRun) -> OrchestratorState:
+    async def _train(self) -> OrchestratorState:
         """Train one part after the other, and return where the last one ended."""
-        with trace_to(self._directory.path / "trace.json") if self._config.run.trace else nullcontext() as trace:
+        with trace_to(self.directory.path / "trace.json") if self.config.run.trace else nullcontext() as trace:
             while True:
-                part = Part(run, self._beginning)
+                part = Part(self, self._beginning)
                 self._results.orchestrator = part.orchestrator
                 if trace is not None:
                     trace(part.orchestrator)
@@ -278,24 +263,24 @@ class TrainingRun:
                 if loss is None:
                     return part.orchestrator.state
                 self._restarts.after(loss, part.orchestrator.trained.step)
-                run.begin("restarting the trainer")
-                await self._trainer.stop()
-                for servers in (run.services.student, *run.services.following(self._config).values()):
+                self.begin("restarting the trainer")
+                await self.trainer.stop()
+                for servers in (self.services.student, *self.services.following(self.config).values()):
                     if isinstance(servers, ReplicaPool):
                         servers.withdraw_weights()
                 self._beginning = await self._beginnings.after(loss, self._beginning)
-                self._trainer.settings = self._trainer_settings()
+                self.trainer.settings = self._trainer_settings()
                 step, restart = self._beginning.manifest.step, self._restarts
-                self._screen.warn(
+                self.screen.warn(
                     f"{loss}; continuing after iteration {step} (restart {restart.count} of {restart.most})"
                 )
                 await self._tell_sinks()
 
     def _trainer_settings(self) -> TrainerSettings:
-        return trainer_settings(self._config, self._plan, self._directory, self._beginning)
+        return trainer_settings(self.config, self.plan, self.directory, self._beginning)
 
     def _warn_once(self, event: str, words: Callable[[IterationFinished], str]) -> None:
-        self._events.subscribe(IterationWarning(event, words, self._screen.warn), to=IterationFinished)
+        self.events.subscribe(IterationWarning(event, words, self.screen.warn), to=IterationFinished)
 
     async def _tell_sinks(self) -> None:
         """Tell the sinks which iterations are still true, beginning with the evaluation before training."""
@@ -306,4 +291,4 @@ class TrainingRun:
 
     async def _rows(self) -> list[dict[str, float]]:
         """Return the metrics of the iterations so far."""
-        return await in_thread(lambda: RunFiles(self._directory.path).metrics())
+        return await in_thread(lambda: RunFiles(self.directory.path).metrics())
