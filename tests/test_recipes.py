@@ -103,7 +103,7 @@ def test_each_could_start_and_holds_the_papers_settings(recipe):
     if not is_kd:
         assert iterations(config, 14_116 if is_4b else 7_500) == (220 if is_4b else 174)
     assert config.data.train.layout == ("dapo" if is_4b else "math")
-    assert plan.problems == PROBLEMS
+    assert len(plan.problems) == PROBLEMS
     assert sampling.temperature == 1.0
     assert sampling.top_p == (0.8 if is_llama else 1.0)
     assert (sampling.max_prompt_tokens, sampling.max_response_tokens) == (1024, 4096)

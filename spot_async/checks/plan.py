@@ -24,8 +24,8 @@ from spot_async.checks.capabilities import (
     sums_ends,
 )
 from spot_async.checks.device_shares import added_start_s, shared_out
-from spot_async.checks.own_tokenizers import TextsRead
 from spot_async.checks.plan_inputs import (
+    PlannedData,
     PlannedModels,
     check_ends,
     check_weights,
@@ -43,16 +43,14 @@ from spot_async.checks.served import (
 )
 from spot_async.config import Config, ModelConfig, teacher_name
 from spot_async.config.loading import doubled_backslashes
-from spot_async.data.problem_set import ProblemSet, count_identical
-from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule
-from spot_async.environments.planning import PlannedEnvironment
+from spot_async.data.problem_set import count_identical
+from spot_async.data.prompts import DATE_WARNING
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles
 from spot_async.models.footprint import Parameters
-from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import same_weights
 from spot_async.protocols import CandidateScorer, Policy, Reviser, ScheduleChecker
@@ -64,33 +62,18 @@ from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
 
 @dataclass(frozen=True)
-class TrainPlan:
+class TrainPlan(PlannedModels, PlannedData):
     """A training run that has passed all checks and can start."""
 
-    student: ModelFiles
     parameters: Parameters | None  # the student's, by its weights; None where these are not here or no safetensors
-    teachers: Mapping[str, ModelFiles]  # by role; served only when the policy needs them
     served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teachers, reference
     answering: Mapping[str, str]  # the role whose servers answer for each teacher
-    renderer: PromptRenderer
-    teacher_renderers: Mapping[str, PromptRenderer]  # of what teachers read, by role: the student's for most
-    schedule: PromptSchedule
-    sets: Mapping[str, ProblemSet]  # those of data.train by key, with what became of their rows
     doubts: Sequence[str]  # a line for each thing in data.train that may not be meant, or that no response can meet
     filtered: int  # how many problems have prompts that are too long, for the student or for the teacher
     policy: Policy
-    policy_model: ModelFiles  # what the policy is told of (`PlannedModels.of_policy`)
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
     silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
-    common: CommonVocabulary  # the token ids that all models with the student's tokens know
-    own_tokens: Mapping[str, OwnTokens]  # by role, how a teacher with a tokenizer of its own reads the student's tokens
-    texts_read: Mapping[str, TextsRead]  # by role, what such a teacher makes of the problems
-    environment: PlannedEnvironment | None
-
-    @property
-    def problems(self) -> int:
-        return sum(len(each.problems) for each in self.sets.values())
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -143,26 +126,19 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     evaluation = plan_evaluation(config, models.student) if config.evaluation is not None else ()
     served = _plan_servers(config, policy.needs, models, starts=starts)
     return TrainPlan(
+        **vars(data),
         student=models.student,
-        parameters=Parameters.of(models.student.directory, config.training.lora),
         teachers=models.teachers,
+        frozen=models.frozen,
+        parameters=Parameters.of(models.student.directory, config.training.lora),
         served=served,
         answering=answering(config),
-        renderer=data.renderer,
-        teacher_renderers={role: data.teacher_renderers.get(role, data.renderer) for role in models.teachers},
-        schedule=schedule,
-        sets=data.sets,
         doubts=[line for key, judge in config.verifiers.items() for line in data.sets[key].doubts(key, judge)],
         filtered=len(data.problems) - len(schedule.sources),
         policy=policy,
-        policy_model=models.of_policy,
         evaluation=evaluation,
         seen={each.key: seen for each in evaluation if (seen := count_identical(data.problems, each.problems))},
         silence=silence and {**silence, None: silence[None] + added_start_s(served)},
-        common=models.common,
-        own_tokens=data.own_tokens,
-        texts_read=data.texts_read,
-        environment=data.environment,
     )
 
 
@@ -302,7 +278,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *_prompts_of_teachers(plan),
         *plan.doubts,
         *(f"policy.{line}" for line in config.policy.doubts),
-        *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
+        *_unknown_tokens("data.train", plan.of_policy.vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
     ]

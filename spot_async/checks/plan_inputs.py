@@ -142,7 +142,7 @@ class PlannedData:
     sets: Mapping[str, ProblemSet]  # those of data.train by key, with what became of their rows
     problems: Sequence[Problem]
     renderer: PromptRenderer
-    teacher_renderers: Mapping[str, TeacherPromptRenderer]  # by role; those that read the student's prompt have none
+    teacher_renderers: Mapping[str, PromptRenderer]  # of what teachers read, by role: the student's for most
     schedule: PromptSchedule
     own_tokens: Mapping[str, OwnTokens]  # by role, those of the models with rows where the policy needs them
     texts_read: Mapping[str, TextsRead]  # by role, what a teacher with its own tokenizer makes of the problems
@@ -198,7 +198,8 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         iterations=config.training.iterations,
         shares=config.data.shares,
     )
-    return PlannedData(sets, problems, renderer, teacher_renderers, schedule, own_tokens, texts_read, environment)
+    readers = {role: teacher_renderers.get(role, renderer) for role in models.teachers}
+    return PlannedData(sets, problems, renderer, readers, schedule, own_tokens, texts_read, environment)
 
 
 def _student_renderer(config: PromptConfig, models: PlannedModels, tools: Tools) -> PromptRenderer:

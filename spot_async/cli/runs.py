@@ -123,7 +123,7 @@ def train(
         if len(plan.sets) > 1 or len(each.counts) > 2:  # more than read and problems
             screen.print(f"{key}: {words_of(each.counts)}", highlight=False, soft_wrap=True)
     if plan.filtered:
-        screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
+        screen.print(f"{plan.filtered} of {len(plan.problems)} problems are longer than the prompt limit and left out")
     show_endpoints(screen, found.needed)
     show_memory(screen, found.needed.memory)
     show_warnings(screen, [*found.needed.warnings, *found.lacking])

@@ -67,7 +67,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
     """Run a fresh policy, and return the run. Raises what ends it early."""
     short = min(MOST_TOKENS, config.sampling.max_response_tokens)
     sampling = config.sampling.model_copy(update={"max_response_tokens": short})
-    policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.policy_model, plan.common)
+    policy = make_policy(config.model_copy(update={"sampling": sampling}), plan.of_policy, plan.common)
     if isinstance(policy, ScheduleChecker):  # it may keep something of the prompts that it supervises later
         policy.check(islice(plan.schedule, max(PROMPTS, plan.schedule.iterations * config.training.batch_size)))
     needs = policy.needs

@@ -92,7 +92,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "iterations": outcome.iterations,
         "prompts": outcome.prompts | {"filtered": plan.filtered},
         "problems": {
-            "usable": plan.problems - plan.filtered,
+            "usable": len(plan.problems) - plan.filtered,
             "rows": dict(plan.rows),
             "left_over_per_epoch": plan.schedule.left_over_per_epoch,  # by its last incomplete batch
         },

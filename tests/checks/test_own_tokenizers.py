@@ -103,7 +103,7 @@ def test_each_reads_the_same_problem_by_its_own_tokenizer_and_template(models, r
     assert len(prompt.read_by("")) < len(prompt.token_ids)
     assert plan.stop_token_ids == student.vocabulary.end_token_ids
     assert plan.common.limit is None
-    assert plan.policy_model is student
+    assert plan.of_policy is student
 
 
 def test_one_of_several_is_judged_by_the_prompts_that_it_reads(models):

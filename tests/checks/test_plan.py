@@ -417,7 +417,7 @@ def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_stude
     prompt = next(iter(plan.schedule))
     assert decode(prompt.token_ids.tolist()) == f"<|assistant|>{prompt.problem.text}"
     assert decode(plan.evaluation[0].sources[0].token_ids.tolist()) == "<|user|>a1+0b<|assistant|>"
-    assert (plan.problems, plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
+    assert (len(plan.problems), plan.filtered, plan.rows) == (9, 0, {"read": 9, "problems": 9})
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts():
@@ -454,7 +454,7 @@ def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere
     ):
         plan_training(quickstart(own))
     plan = plan_training(quickstart([*own, "prompt.teacher.max_tokens=22"]))
-    assert (plan.problems, plain.filtered, plan.filtered) == (9, 0, 2)
+    assert (len(plan.problems), plain.filtered, plan.filtered) == (9, 0, 2)
     for prompt in islice(plan.schedule, 12):
         text = plan.teachers["teacher"].vocabulary.tokenizer.decode(prompt.teacher_ids.tolist()).replace(" ", "")
         solution = prompt.problem.solution.replace(" ", "")

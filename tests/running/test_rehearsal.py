@@ -21,7 +21,6 @@ from spot_async.base import wire
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError
-from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.running import rehearsal
 from spot_async.running.rehearsal import rehearse
 from spot_async.testing import virtual_time
@@ -209,8 +208,6 @@ def test_no_policy_or_recipe_is_refused(path: str, max_staleness: int, few_probl
     plan = plan_training(config)
     said = rehearse(config, plan, shipped=True)
     wider = {role: dataclasses.replace(each, vocab_size=64) for role, each in plan.teachers.items()}
-    common = CommonVocabulary({"student": 48, **dict.fromkeys(wider, 64)})
-    model = next(iter(wider.values()), plan.policy_model)
-    plan = dataclasses.replace(plan, teachers=wider, common=common, policy_model=model)
+    plan = dataclasses.replace(plan, teachers=wider, frozen={**plan.frozen, **wider})
     said += rehearse(config, plan, shipped=True)
     assert not [line for line in said if "was not rehearsed" in line]

@@ -73,8 +73,8 @@ def test_prompts_are_counted_exactly_and_responses_up_to_their_limit():
 def test_kd_pays_for_each_problem_once_and_for_writing():
     config, plan = configured("policy=kd", "training.iterations=50", "policy.forward_kl_weight=0")
     (teacher,) = endpoints(config, plan)
-    assert teacher.at_most.requests == plan.problems
-    assert teacher.at_most.used.completion_tokens == plan.problems * 160
+    assert teacher.at_most.requests == len(plan.problems)
+    assert teacher.at_most.used.completion_tokens == len(plan.problems) * 160
 
 
 def test_a_policy_that_trains_on_rollouts_and_on_what_the_teacher_writes_pays_for_both():

@@ -185,7 +185,7 @@ def _run_lines(config: Config, plan: TrainPlan, path: Path) -> list[str]:
         f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {at_least}"
         f"{counted(training.batch_size, 'prompt')} in mini-batches of {training.mini_batch_size}, from "
-        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
+        f"{counted(len(plan.problems) - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
         f"rate      {schedule_words(training, plan.schedule.iterations)}",
         *(f"tokens    {line}" for line in plan.common.words),
         *(f"tokens    {role}: {line}" for role, read in plan.texts_read.items() for line in read.words),

@@ -106,7 +106,7 @@ def probing_policy(config: Config, plan: TrainPlan) -> Policy:
     settings = config.policy
     if plan.policy.needs.probes_per_prompt and hasattr(settings, "probes"):
         settings = settings.model_copy(update={"probes": max(PROBES, settings.probes)})
-    return make_policy(config.model_copy(update={"policy": settings}), plan.policy_model, plan.common)
+    return make_policy(config.model_copy(update={"policy": settings}), plan.of_policy, plan.common)
 
 
 def different_problems(config: Config, plan: TrainPlan, wanted: int) -> list[Prompt]:
