@@ -377,16 +377,7 @@ def samples_page(
     The rows are data in the page, of which its script shows those that match. Its policy allows that script alone.
     """
     rows = (  # each is encoded by itself, since all of them as objects would be the largest part of a report's memory
-        (
-            number,
-            each.iteration,
-            visible(each.problem_id),
-            each.verdict,
-            each.tokens,
-            each.highest_score,
-            each.positions,
-            each.retained,
-        )
+        (number, each.iteration, visible(each.problem_id), *msgspec.structs.astuple(each)[3:])  # from the verdict on
         for number, each in enumerate(samples)
     )
     encoded = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, rows)))
