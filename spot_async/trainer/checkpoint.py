@@ -26,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ REASON_BYTES = 1 << 10  # of what a rank tells the others: it is one line
 RANDOM_STATE = "random_state"
 # What torch's reader looks for in a file's header.
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
+HeldTensor = tuple[Tensor, list[int]]  # a rank's part of a tensor, on the CPU, and where in the whole one it begins
 # What ranks write. A copy beside it is somebody's.
 OWN = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 # Called on the thread of each rank: the seconds it took, and why it failed, or "".
@@ -61,13 +62,6 @@ class _OwnFiles(FileSystem):
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         return [each for each in super().ls(path) if OWN.fullmatch(Path(each).name)]
-
-
-class HeldTensor(NamedTuple):
-    """This rank's part of a tensor, on the CPU, and where in the whole one it begins."""
-
-    part: Tensor
-    offsets: list[int]
 
 
 def held_tensors(
@@ -84,7 +78,7 @@ def held_tensors(
         state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     # A rank may have no part of a small tensor.
     state = {**{name: each for name, each in state.items() if local(each).numel()}, **_random_state(strategy)}
-    return {name: HeldTensor(local(each).contiguous().cpu(), offsets(each)) for name, each in state.items()}
+    return {name: (local(each).contiguous().cpu(), offsets(each)) for name, each in state.items()}
 
 
 def write_checkpoint(
@@ -189,8 +183,8 @@ def _prepare(directory: Path) -> str:
 
 
 def _write(path: Path, tensors: Mapping[str, HeldTensor]) -> None:
-    places = {name: {PLACE: each.offsets} for name, each in tensors.items()}
-    save_file({name: each.part for name, each in tensors.items()}, path, metadata={PLACES: json.dumps(places)})
+    places = {name: {PLACE: begins} for name, (_, begins) in tensors.items()}
+    save_file({name: part for name, (part, _) in tensors.items()}, path, metadata={PLACES: json.dumps(places)})
     flush_to_disk(path)
     flush_to_disk(path.parent)
 
