@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,58 +39,43 @@ POLICY_FILE = "policy.json"  # of a checkpoint: what the policy made of reports
 Named = TypeVar("Named", Supervision, VersionSpan, Pull, SoftTargets)
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """The `Checkpoints` of a run directory: every so many iterations, and after the last."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        training: TrainingConfig,
-        *,
-        iterations: int,
-        beginning: Manifest,
-        ledger: Ledger,
-        expected_bytes: int,
-        policy_state: Callable[[], bytes | None] = lambda: None,
-    ) -> None:
-        """`beginning` says where this part of the run began: its step, lineages and digests.
-
-        `expected_bytes`: what the first checkpoint takes. `policy_state` is of a policy that observes.
-        """
-        self._directory = directory
-        self._run = directory.path
-        self._every = training.checkpoint_every
-        self._keep = training.keep_checkpoints
-        self._iterations = iterations
-        self._beginning = beginning
-        self._ledger = ledger
-        self._expected_bytes = expected_bytes
-        self._policy_state = policy_state
-        self._state: bytes | None = None  # as it was when the trainer's began to be saved
+    run: RunDirectory
+    training: TrainingConfig
+    _: KW_ONLY
+    iterations: int
+    beginning: Manifest  # where this part of the run began: its step, lineages and digests
+    ledger: Ledger
+    expected_bytes: int  # what the next checkpoint takes
+    policy_state: Callable[[], bytes | None] = lambda: None  # of a policy that observes
+    _state: bytes | None = field(default=None, init=False)  # as it was when the trainer's began to be saved
 
     def is_due(self, iteration: int) -> bool:
-        return iteration % self._every == 0 or iteration == self._iterations
+        return iteration % self.training.checkpoint_every == 0 or iteration == self.iterations
 
     def directory(self, iteration: int) -> str:
-        if (words := shortage(self._run, self._expected_bytes)) is not None:
+        if (words := shortage(self.run.path, self.expected_bytes)) is not None:
             raise StorageError(
                 f"no room for the checkpoint of iteration {iteration}: {words}: make room, or keep fewer by "
                 "training.keep_checkpoints, and continue it with --resume; the checkpoints before are whole"
             )
-        self._state = self._policy_state()
-        return str(manifest.checkpoint_directory(self._run, iteration))
+        self._state = self.policy_state()
+        return str(manifest.checkpoint_directory(self.run.path, iteration))
 
     async def commit(self, iteration: int) -> None:
-        directory = manifest.checkpoint_directory(self._run, iteration)
-        written = msgspec.structs.replace(self._beginning, step=iteration)
-        await in_thread(self._directory.flush_rows)  # a resumed run does not write them again
-        await in_thread(self._directory.weights.keep, iteration)  # it serves them
+        directory, keep = manifest.checkpoint_directory(self.run.path, iteration), self.training.keep_checkpoints
+        written = msgspec.structs.replace(self.beginning, step=iteration)
+        await in_thread(self.run.flush_rows)  # a resumed run does not write them again
+        await in_thread(self.run.weights.keep, iteration)  # it serves them
         if self._state is not None:
             await in_thread(write_whole, directory / POLICY_FILE, self._state)
         files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
-        self._expected_bytes = sum(each.bytes for each in files)
-        self._ledger.forget_samples(iteration)
-        await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
+        self.expected_bytes = sum(each.bytes for each in files)
+        self.ledger.forget_samples(iteration)
+        await in_thread(manifest.prune, self.run.path, keep=keep.last, keep_every=keep.every)
 
 
 def go_back(directory: RunDirectory, beginning: Manifest, ledger: Ledger, settings: OrchestratorSettings) -> Resumption:

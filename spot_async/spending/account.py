@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -47,33 +48,26 @@ class Spending(msgspec.Struct, kw_only=True):
             self.failed[kind] = self.failed.get(kind, 0) + count
 
 
+@dataclass(eq=False)
 class Account:
     """The account of a role, shared by all its replicas.
 
     No budget is ever overdrawn, unless an endpoint bills more than the worst case of what it was asked.
     """
 
-    def __init__(
-        self,
-        role: str,
-        *,
-        prices: Prices | None = None,
-        budget: float | None = None,
-        token_budget: int | None = None,
-        requests_per_minute: float | None = None,
-        tokens_per_minute: float | None = None,
-        section: str | None = None,
-    ) -> None:
-        """`section` is the key of the settings that say this; default: those of the role's backend."""
-        self.role = role
-        self._section = section or f"{role}.backend"
-        self.prices = prices
-        self.budget = budget
-        self.token_budget = token_budget
-        self.requests_per_minute = requests_per_minute
-        self.tokens_per_minute = tokens_per_minute
-        self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
-        self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
+    role: str
+    _: KW_ONLY
+    prices: Prices | None = None
+    budget: float | None = None
+    token_budget: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    section: str = ""  # the key of the settings that say this; default: those of the role's backend
+
+    def __post_init__(self) -> None:
+        self.section = self.section or f"{self.role}.backend"
+        self.is_limited = self.requests_per_minute is not None or self.tokens_per_minute is not None
+        self.rate_limit = RateLimiter(self.requests_per_minute, self.tokens_per_minute)
         self.spending: dict[str, Spending] = {}  # by server
         self._in_flight: dict[Charge, tuple[str, Usage, float]] = {}  # server and worst case
         self._reserved_money = 0.0  # the worst case of all requests in flight
@@ -190,7 +184,7 @@ class Account:
 
     def _no_turn(self) -> str:
         return (
-            f"{self.role}: no turn before the deadline: raise {self._section}.requests_per_minute or "
+            f"{self.role}: no turn before the deadline: raise {self.section}.requests_per_minute or "
             "tokens_per_minute as far as the endpoint allows, or lower the concurrency of its stages"
         )
 
@@ -215,7 +209,7 @@ class Account:
         )
         unknown = f", {spent.unknown} requests that may have been billed besides" if spent.unknown else ""
         return (
-            f"{self._section}.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
+            f"{self.section}.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
             f"request may take {next_one}; raise it, or continue with what is saved"
         )
 

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
@@ -45,47 +46,34 @@ from spot_async.types import WeightFile
 Published = Callable[[tuple[WeightFile, ...], str], None]
 
 
+@dataclass(eq=False)
 class WeightWriter:
     """Writes `weights/step-NNNNNN` directories and keeps the newest few. One of the ranks writes."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        student_directory: Path,
-        end_token_ids: tuple[int, ...],
-        dtype: torch.dtype,
-        types: Mapping[str, torch.dtype],
-        keep: int,
-        lora: LoraConfig | None = None,
-        writes: bool,
-        written: Callable[[Tensor], Tensor] = lambda live: live,
-    ) -> None:
-        """`dtype` is what most weights are published in, and `types` are `published_types`.
+    directory: Path
+    _: KW_ONLY
+    student_directory: Path
+    end_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # what most weights are published in
+    types: Mapping[str, torch.dtype]  # `published_types`
+    keep: int
+    lora: LoraConfig | None = None
+    writes: bool
+    written: Callable[[Tensor], Tensor] = lambda live: live  # in place of a live tensor: a teacher's copy of it
 
-        `written` returns what is written in place of a live tensor: a teacher's copy of it.
-        """
-        self._written = written
-        self._directory = directory
-        self._student_directory = student_directory
-        self._end_token_ids = end_token_ids
-        self._dtype = dtype
-        self._types = types
-        self._keep = keep
-        self._lora = lora
-        self._writes = writes
+    def __post_init__(self) -> None:
         # Ranks that do not write wait here: a disk may take longer than a rank may wait while training.
         self._group = idle_group()
         self._is_writing = False  # beside training, on this rank or another
         self._thread: threading.Thread | None = None
         self._failure: TrainerError | None = None  # of the thread
         self.files: tuple[WeightFile, ...] = ()  # of the last weights that this rank published
-        if writes:
-            directory.mkdir(parents=True, exist_ok=True)
+        if self.writes:
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
 
     def path(self, step: int) -> Path:
-        return numbered(self._directory, "step", step)
+        return numbered(self.directory, "step", step)
 
     def try_out(self, model: PreTrainedModel) -> None:
         """Write all but the weights of a student that is not trained yet, and delete it. All ranks must call it.
@@ -93,16 +81,16 @@ class WeightWriter:
         What cannot be written would else be found out after the first iteration. Raises `TrainerError`.
         """
         adapters = whole_adapters(model)
-        if not self._writes:
+        if not self.writes:
             return
-        trial = self._directory / ".trial"
+        trial = self.directory / ".trial"
         if trial.exists():  # left by a process that was killed
             shutil.rmtree(trial)
-        with self._describing_errors(self._directory):
+        with self._describing_errors(self.directory):
             try:
                 trial.mkdir()
                 refuse_foreign_writers([trial])
-                if not has_just(self._student_directory, model):  # as `WeightStream` lets transformers write it
+                if not has_just(self.student_directory, model):  # as `WeightStream` lets transformers write it
                     copy.deepcopy(model.config).save_pretrained(trial)
                 self._write(model, adapters, trial)
             finally:
@@ -115,12 +103,12 @@ class WeightWriter:
         (full disk, an adapter that is not whole). Older weights are then untouched, and nothing of the new ones is
         left.
         """
-        adapters = whole_adapters(model, self._written)
+        adapters = whole_adapters(model, self.written)
         if is_whole:
-            with WeightStream(model, adapters, self._student_directory, self._types, self._written) as weights:
-                if self._writes:
+            with WeightStream(model, adapters, self.student_directory, self.types, self.written) as weights:
+                if self.writes:
                     self._publish(model, adapters, weights, step)
-        elif self._writes:
+        elif self.writes:
             self._publish(model, adapters, None, step)
 
     def begin(
@@ -133,7 +121,7 @@ class WeightWriter:
         """
         self.wait()
         self._is_writing = True
-        if not self._writes:
+        if not self.writes:
             return
         # On the stream of training each copy would wait for all that the next step has queued.
         stream = None
@@ -176,8 +164,8 @@ class WeightWriter:
         `model` still has the weights of that step. All ranks must call it. Raises `TrainerError`.
         """
         self.wait()
-        with WeightStream(model, whole_adapters(model), self._student_directory, self._types) as weights:
-            if self._writes and not has_weights(self.path(step)):
+        with WeightStream(model, whole_adapters(model), self.student_directory, self.types) as weights:
+            if self.writes and not has_weights(self.path(step)):
                 with self._describing_errors(self.path(step)):
                     self._add(weights, self.path(step))
 
@@ -193,7 +181,7 @@ class WeightWriter:
         self._remove_leftovers()
         published = self._published()
         # The run's link `student` points to one of the last two whole ones until the next checkpoint counts.
-        kept = {*published[-self._keep :], *[each for each in published if has_weights(each)][-2:]}
+        kept = {*published[-self.keep :], *[each for each in published if has_weights(each)][-2:]}
         for old in published:
             if old not in kept:
                 delete_weights(old)  # those that a server is still loading stay, and are tried again next time
@@ -212,32 +200,32 @@ class WeightWriter:
 
     def _write(self, model: PreTrainedModel, adapters: dict[str, Tensor], directory: Path) -> None:
         """Write what is beside whole weights."""
-        if self._lora is not None:
+        if self.lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
-            write_adapter(directory / ADAPTER, model, adapters, self._lora, str(self._student_directory.absolute()))
-            check_adapter(directory / ADAPTER, layer_shapes(model), self._lora, name=f"of {directory.name[1:]}")
+            write_adapter(directory / ADAPTER, model, adapters, self.lora, str(self.student_directory.absolute()))
+            check_adapter(directory / ADAPTER, layer_shapes(model), self.lora, name=f"of {directory.name[1:]}")
         publish_small_files(
-            self._student_directory,
+            self.student_directory,
             directory,
             architecture=type(model).__name__,
-            dtype=str(self._dtype).removeprefix("torch."),  # of the files, which may differ from that in training
-            end_token_ids=self._end_token_ids,
+            dtype=str(self.dtype).removeprefix("torch."),  # of the files, which may differ from that in training
+            end_token_ids=self.end_token_ids,
         )
-        if model.config.model_type != read_json(self._student_directory / CONFIG_FILE).get("model_type"):
+        if model.config.model_type != read_json(self.student_directory / CONFIG_FILE).get("model_type"):
             # The student is the language model of a larger one, which its config.json described.
             config = copy.deepcopy(model.config)
-            config.architectures, config.dtype = [type(model).__name__], self._dtype
+            config.architectures, config.dtype = [type(model).__name__], self.dtype
             config.save_pretrained(directory)
         for file in (each for each in directory.rglob("*") if each.is_file()):
             _make_readable(file, like=directory)
 
     def _remove_leftovers(self) -> None:
         """Delete what was half written, or half deleted, by a process that was killed or on a busy disk."""
-        for leftover in [*all_numbered(self._directory, ".step"), *all_numbered(self._directory, ".whole")]:
+        for leftover in [*all_numbered(self.directory, ".step"), *all_numbered(self.directory, ".whole")]:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _published(self) -> list[Path]:
-        return all_numbered(self._directory, "step")
+        return all_numbered(self.directory, "step")
 
     @contextlib.contextmanager
     def _describing_errors(self, final: Path) -> Iterator[None]:

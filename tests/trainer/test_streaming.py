@@ -105,7 +105,7 @@ def test_a_rank_that_writes_nothing_copies_nothing(student: Path, make_trainer: 
 
     trainer = make_trainer(student, tmp_path, dtype="bfloat16")
     trainer.model.to("meta")
-    trainer._publisher._writes = False
+    trainer._publisher.writes = False
     with Noted():
         published(trainer, 1)
     assert done.count("aten.detach.default") >= len(load_file(student / "model.safetensors")), "all are gathered"
