@@ -7,8 +7,6 @@ to the frozen initial student is part of the run's loss (`training.reference_kl`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,15 +35,6 @@ class GrpoSettings(PluginSettings):
     samples: int = Field(8, ge=2, description="responses per prompt, which are its group")
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One response of the group."""
-
-    rollout: Generation
-    judgement: Judgement
-    reference_logprobs: FloatArray | None  # (T,)
-
-
 class GrpoPolicy:
     """GRPO for one prompt at a time."""
 
@@ -57,51 +46,36 @@ class GrpoPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
-        rewards = [attempt.judgement.reward for attempt in group]
-        # An advantage can be understood only beside the rewards of the whole group.
-        return [
-            self._sample(prompt, stages, n, attempt, advantage, {"group_rewards": rewards})
-            for n, (attempt, advantage) in enumerate(zip(group, group_advantages(rewards), strict=True))
-        ]
+        rewards = [judgement.reward for _, judgement, _ in group]
+        samples = []
+        for n, (attempt, advantage) in enumerate(zip(group, group_advantages(rewards), strict=True)):
+            rollout, judgement, reference = attempt
+            advantages = np.full(len(rollout.token_ids), advantage, dtype=np.float32)
+            terms = {"advantages": advantages, "reference_logprobs": reference}
+            sample = student_sample(prompt, stages, rollout, judgement, **terms)
+            # Missing evidence is not a reward of 0: such a response is not trained on.
+            is_left_out = judgement.reward is None
+            sample.metrics["grpo/left_out"] = float(is_left_out)
+            if not is_left_out:
+                sample.metrics["grpo/no_signal"] = float(advantage == 0.0)
+            sample.record.update(
+                sample=n,
+                reward=judgement.reward,
+                advantage=None if is_left_out else round(advantage, 6),
+                left_out=f"verifier: {judgement.verdict.value}" if is_left_out else None,
+                group_rewards=rewards,  # an advantage can be understood only beside them
+            )
+            samples.append(msgspec.structs.replace(sample, supervision=None) if is_left_out else sample)
+        return samples
 
-    async def _attempt(self, n: int, stages: PromptStages) -> Attempt:
+    async def _attempt(self, n: int, stages: PromptStages) -> tuple[Generation, Judgement, FloatArray | None]:
+        """Return a response of the group, its verdict, and the reference's log-probabilities (T,), if it needs them."""
         rollout = await stages.rollout(n=n)
         judgement, reference = await both(stages.verify(rollout.token_ids), self._reference(rollout, stages))
-        return Attempt(rollout, judgement, reference)
+        return rollout, judgement, reference
 
     async def _reference(self, rollout: Generation, stages: PromptStages) -> FloatArray | None:
         return await stages.reference_logprobs(rollout.token_ids) if self.needs.reference else None
-
-    def _sample(
-        self,
-        prompt: Prompt,
-        stages: PromptStages,
-        n: int,
-        attempt: Attempt,
-        advantage: float,
-        of_group: dict[str, Any],
-    ) -> Sample:
-        sample = student_sample(
-            prompt,
-            stages,
-            attempt.rollout,
-            attempt.judgement,
-            advantages=np.full(len(attempt.rollout.token_ids), advantage, dtype=np.float32),
-            reference_logprobs=attempt.reference_logprobs,
-        )
-        # Missing evidence is not a reward of 0: such a response is not trained on.
-        is_left_out = attempt.judgement.reward is None
-        sample.metrics["grpo/left_out"] = float(is_left_out)
-        if not is_left_out:
-            sample.metrics["grpo/no_signal"] = float(advantage == 0.0)
-        sample.record.update(
-            sample=n,
-            reward=attempt.judgement.reward,
-            advantage=None if is_left_out else round(advantage, 6),
-            left_out=f"verifier: {attempt.judgement.verdict.value}" if is_left_out else None,
-            **of_group,
-        )
-        return msgspec.structs.replace(sample, supervision=None) if is_left_out else sample
 
 
 def group_advantages(rewards: Sequence[float | None]) -> list[float]:
