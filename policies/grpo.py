@@ -51,8 +51,9 @@ class GrpoPolicy:
         for n, (attempt, advantage) in enumerate(zip(group, group_advantages(rewards), strict=True)):
             rollout, judgement, reference = attempt
             advantages = np.full(len(rollout.token_ids), advantage, dtype=np.float32)
-            terms = {"advantages": advantages, "reference_logprobs": reference}
-            sample = student_sample(prompt, stages, rollout, judgement, **terms)
+            sample = student_sample(
+                prompt, stages, rollout, judgement, advantages=advantages, reference_logprobs=reference
+            )
             # Missing evidence is not a reward of 0: such a response is not trained on.
             is_left_out = judgement.reward is None
             sample.metrics["grpo/left_out"] = float(is_left_out)

@@ -159,12 +159,11 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
     problems = opened(problems, about := described(config.environment, problems))
-    student, widths = models.student, models.common.widths
+    student, known = models.student, min(models.common.widths.values())
     renderer = _student_renderer(config.prompt, models, about.tools)
     environment = plan_environment(config.environment, about, student, renderer.arguments, models.teachers)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
-    known = min(widths.values())
     renderer.check_rows("data.train", read, known, "the models")
     if needs.written_responses and len(student.vocabulary.tokenizer) > known:
         written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
