@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -59,33 +59,24 @@ class _Completions:
         self._worker = worker
         self._model = model
         self._places = places
-        self._taken = 0
+        self._free = asyncio.Semaphore(places)
         self._bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
         self._texts = ThreadPoolExecutor(1, "texts")  # only one thread, to leave the engine its core
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.ExitStack() as until_sent:
+        async with contextlib.AsyncExitStack() as until_sent:
             async with self._bodies.read(Request(scope, receive)) as body:
                 asked = read_request(body)
                 self._model.check(asked)
                 read = functools.partial(self._model.read, asked.only_prompt, asked)
-                until_sent.enter_context(self._place())
+                if self._free.locked():
+                    busy = f"{self._places} completions are being worked on: try again later"
+                    raise Refusal(503, busy, code="server_overloaded")
+                await until_sent.enter_async_context(self._free)
                 prompt = await while_connected(receive, self._in_thread(read))
             plan = Plan(asked, prompt, self._model)
             reply = await while_connected(receive, self._answer(plan))
             await reply(scope, receive, send)
-
-    @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """Hold a place. Raises `Refusal` if there is none."""
-        if self._taken == self._places:
-            busy = f"{self._taken} completions are being worked on: try again later"
-            raise Refusal(503, busy, code="server_overloaded")
-        self._taken += 1
-        try:
-            yield
-        finally:
-            self._taken -= 1
 
     async def _answer(self, plan: Plan) -> Response:
         scores, sampled = await both(self._asked(plan.scoring), self._asked(plan.generation))
