@@ -7,9 +7,8 @@ reply may lack some (a request that was aborted while it waited has few). A NaN 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +19,8 @@ from spot_async.types import FinishReason, FloatArray, Generation, IntArray, Wei
 
 from ..shared.bodies import Steps
 from ..shared.held_weights import NamedSpan, ReadName, version_spans
+
+T = TypeVar("T")
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # the same for input tokens, of which the first has no log-probability
@@ -90,7 +91,7 @@ _rows_decoder = msgspec.json.Decoder(Rows)
 
 def read_generation(body: bytes, names: ReadName, *, top_k: int) -> Steps[Generation]:
     """Read a whole response. Raises `TransientError` if the server aborted it."""
-    reply = _read(body)
+    reply = _read(_decoder, body)
     meta = reply.meta_info
     entries = meta.output_token_logprobs or []
     count = len(reply.output_ids)
@@ -114,7 +115,7 @@ def read_scores(body: bytes, names: ReadName, response_ids: IntArray, *, vocab_s
 
     Raises `TransientError` if the server aborted the request.
     """
-    meta = _read(body).meta_info
+    meta = _read(_decoder, body).meta_info
     _finish_reason(meta)
     entries = (meta.input_token_logprobs or [])[1:]
     scored_ids = np.array([token for _, token, _ in entries], np.int32)
@@ -133,7 +134,7 @@ def read_scores(body: bytes, names: ReadName, response_ids: IntArray, *, vocab_s
 
 def read_next_token(body: bytes, names: ReadName, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """Read the first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
-    reply = _read(body)
+    reply = _read(_decoder, body)
     meta = reply.meta_info
     _finish_reason(meta)
     version = version_spans(names, meta.weight_versions, len(reply.output_ids), meta.weight_version)[0].version
@@ -148,15 +149,9 @@ def read_next_token(body: bytes, names: ReadName, candidate_ids: Sequence[int] |
     return NextToken(None, np.array([logprob for logprob, _, _ in row], np.float32), version)
 
 
-def _read(body: bytes) -> Reply:
-    with _nulls_are_poison():
-        return _decoder.decode(body)
-
-
-@contextlib.contextmanager
-def _nulls_are_poison() -> Iterator[None]:
+def _read(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
     try:
-        yield
+        return decoder.decode(text)
     except msgspec.ValidationError as error:
         if "got `null`" not in str(error):
             raise
@@ -187,8 +182,7 @@ def _top(meta: MetaInfo, side: str) -> Steps[TopK]:
         )
     parts = []
     for text in _parts(bytes(field(""))):
-        with _nulls_are_poison():
-            rows = [row for row in _rows_decoder.decode(text) if row is not None]
+        rows = [row for row in _read(_rows_decoder, text) if row is not None]
         if rows:
             parts.append(_nested(rows))
         yield
