@@ -68,4 +68,4 @@ def test_a_token_has_the_text_that_it_has_within_a_sentence():
     tokenizer = TOKENIZERS["byte_fallback"]
     texts = TokenTexts(tokenizer)
     word, end = tokenizer.convert_tokens_to_ids(["▁a", "</s>"])
-    assert (texts[word], texts[end]) == (" a", "</s>")
+    assert (texts.of(word), texts.of(end)) == (" a", "</s>")

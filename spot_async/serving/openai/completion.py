@@ -8,6 +8,7 @@ Other unknown fields are ignored, as by OpenAI's own clients and servers. `ignor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import secrets
@@ -121,13 +122,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self.longest = max(map(len, tokenizer.get_vocab()))  # characters, or more, that a token stands for
         self._neighbour = tokenizer.encode("a", add_special_tokens=False)[-1:]  # any token will do
-        self._texts: dict[int, str] = {}
-
-    def __getitem__(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.after(self._neighbour, [token_id])
-        return text
+        self.of = functools.cache(lambda token_id: self.after(self._neighbour, [token_id]))  # of a single one
 
     def after(self, context: Sequence[int], token_ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text that token ids add after others. `special`: special tokens have a text too."""
@@ -290,7 +285,7 @@ class Plan:
 
     def _name(self, token_id: int) -> str:
         by_id = self._asked.return_tokens_as_token_ids
-        return f"token_id:{token_id}" if by_id else self._model.token_texts[token_id]
+        return f"token_id:{token_id}" if by_id else self._model.token_texts.of(token_id)
 
 
 def _finite(logprobs: FloatArray) -> list[float]:
