@@ -39,7 +39,7 @@ class Weights(Generic[B]):
         self._scheduler = scheduler
         self._newest: WeightSnapshot | None = None  # None: those that the servers started with
         self._moved = moved
-        self._is_updating = False
+        self._updating = asyncio.Lock()
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send new weights to all replicas that serve, and report those that miss them.
@@ -50,13 +50,10 @@ class Weights(Generic[B]):
         Requests may be in flight, if the servers take weights then. Raises ValueError for a second update beside the
         first, which is a bug.
         """
-        if self._is_updating:
+        if self._updating.locked():
             raise ValueError(f"weights {snapshot.version} are sent while others are: one update at a time")
-        self._is_updating = True
-        try:
+        async with self._updating:
             await self._update_all(snapshot, deadline)
-        finally:
-            self._is_updating = False
 
     async def _update_all(self, snapshot: WeightSnapshot, deadline: float) -> None:
         before = self._newest
