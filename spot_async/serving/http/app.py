@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import request_response
 
 from spot_async.base import wire
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
@@ -100,26 +100,18 @@ def build_app(
         return await _outcome(request, worker.unload_adapter(message.name), message.timeout_s)
 
     endpoints = {
-        api.HEALTH: ("GET", _replying(health)),
-        api.STATS: ("GET", _replying(stats)),
-        api.CAPABILITIES: ("GET", _replying(describe)),
-        api.GENERATE: ("POST", _replying(submit(api.GenerateRequest))),
-        api.SCORE: ("POST", _replying(submit(api.ScoreRequest))),
-        api.CANDIDATE_LOGPROBS: ("POST", _replying(submit(api.CandidateRequest))),
-        api.MANY: ("POST", _replying(many)),
-        api.UPDATE_WEIGHTS: ("POST", _replying(update_weights)),
-        api.LOAD_ADAPTER: ("POST", _replying(load_adapter)),
-        api.UNLOAD_ADAPTER: ("POST", _replying(unload_adapter)),
+        api.HEALTH: ("GET", request_response(health)),
+        api.STATS: ("GET", request_response(stats)),
+        api.CAPABILITIES: ("GET", request_response(describe)),
+        api.GENERATE: ("POST", request_response(submit(api.GenerateRequest))),
+        api.SCORE: ("POST", request_response(submit(api.ScoreRequest))),
+        api.CANDIDATE_LOGPROBS: ("POST", request_response(submit(api.CandidateRequest))),
+        api.MANY: ("POST", request_response(many)),
+        api.UPDATE_WEIGHTS: ("POST", request_response(update_weights)),
+        api.LOAD_ADAPTER: ("POST", request_response(load_adapter)),
+        api.UNLOAD_ADAPTER: ("POST", request_response(unload_adapter)),
     }
     return App(access, Api("/", endpoints, _answer))
-
-
-def _replying(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
-    async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await endpoint(Request(scope, receive))
-        await response(scope, receive, send)
-
-    return reply
 
 
 async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
