@@ -29,12 +29,6 @@ def _declared(group: Group, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in reversed([*entry_points(group=f"spot_async.{group}")])}
 
 
-def _installed_by_now(group: Group) -> Mapping[str, EntryPoint]:
-    """Look again, as in a notebook a plug-in may be installed in between."""
-    _declared.cache_clear()
-    return _installed(group)
-
-
 def names(group: Group) -> list[str]:
     """Return the names of installed plug-ins, sorted."""
     return sorted(_installed(group))
@@ -42,9 +36,11 @@ def names(group: Group) -> list[str]:
 
 def load(group: Group, kind: str) -> Any:
     """Return the plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
+    if ":" not in kind and kind not in _installed(group):
+        _declared.cache_clear()  # in a notebook a plug-in may be installed in between
     if ":" in kind:
         found = named(kind)
-    elif kind in _installed(group) or kind in _installed_by_now(group):
+    elif kind in _installed(group):
         found = _installed(group)[kind].load()
     else:
         known = names(group)
