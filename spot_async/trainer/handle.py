@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar, cast
 
 import zmq
@@ -43,6 +44,7 @@ Reply = TypeVar("Reply", Looked, Trained)
 Told = TypeVar("Told", Published, Saved)
 
 
+@dataclass(eq=False)
 class TrainerProcess(Opened):
     """The trainer of a run, as an async context manager. Entering waits until all ranks are ready;
     `step` is then the number of steps behind them, and so the first iteration to train. `cpu` is that of `Ready`.
@@ -51,23 +53,12 @@ class TrainerProcess(Opened):
     what is left and start again.
     """
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        *,
-        cores: Collection[int] | None = None,
-        nodes: JoinedNodes | None = None,
-        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:
-        """`cores` are those that the trainer may use; None: the same as this process. `nodes` train too.
-
-        It starts in its `turn`, of whoever shares its devices.
-        """
-        self.settings = settings  # of the next start
-        self._cores = cores
-        self._nodes = nodes
-        self._turn = turn
-        self._resources = AsyncExitStack()  # of the last start
+    settings: TrainerSettings  # of the next start
+    _: KW_ONLY
+    cores: Collection[int] | None = None  # that the trainer may use; None: the same as this process
+    nodes: JoinedNodes | None = None  # they train too
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # to start in, of whoever shares its devices
+    _resources: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)  # of the last start
 
     async def _open(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.stop)
@@ -75,7 +66,7 @@ class TrainerProcess(Opened):
 
     async def start(self) -> None:
         """Start the ranks, and wait until all are ready."""
-        async with self._turn(), AsyncExitStack() as stack:
+        async with self.turn(), AsyncExitStack() as stack:
             await self._begin(stack)
             self._resources = stack.pop_all()
 
@@ -96,18 +87,18 @@ class TrainerProcess(Opened):
         self._socket = bound(endpoint(channel_directory))
         self._published_socket = bound(endpoint(channel_directory, PUBLISHED))
         self._saved_socket = bound(endpoint(channel_directory, SAVED))
-        if self._nodes is not None:
-            await self._nodes.begin(self.settings.model_dump_json())
+        if self.nodes is not None:
+            await self.nodes.begin(self.settings.model_dump_json())
         self._ranks = await stack.enter_async_context(self._make_ranks(channel_directory))
-        if self._nodes is not None:
-            stack.push_async_callback(self._nodes.stop)
+        if self.nodes is not None:
+            stack.push_async_callback(self.nodes.stop)
         ready = await self._while_it_lives(self._ready(), "the trainer was not ready")
         self.step, self.cpu = ready.step, ready.cpu
 
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `TrainerLostError` when it ends by itself."""
         try:
-            await (self._ranks.watch() if self._nodes is None else self._nodes.watch(self._ranks.watch))
+            await (self._ranks.watch() if self.nodes is None else self.nodes.watch(self._ranks.watch))
         except ProcessDiedError as died:
             raise TrainerLostError(str(died)) from None
 
@@ -143,9 +134,9 @@ class TrainerProcess(Opened):
         return (await self._while_it_lives(told, f"step {step} was not saved")).seconds
 
     def _make_ranks(self, channel_directory: str) -> RankProcesses:
-        path, meeting = self.settings.save(), None if self._nodes is None else self._nodes.meeting
+        path, meeting = self.settings.save(), None if self.nodes is None else self.nodes.meeting
         log_path = path.parent / "logs" / "trainer.log"
-        return RankProcesses(self.settings, path, channel_directory, log_path, cores=self._cores, meeting=meeting)
+        return RankProcesses(self.settings, path, channel_directory, log_path, cores=self.cores, meeting=meeting)
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, T | Failure], otherwise: str) -> T:
         """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from spot_async.base.addresses import LOOPBACK, group_interfaces, own_address_towards
@@ -46,39 +46,31 @@ class Meeting:
         }
 
 
+@dataclass(eq=False)
 class RankProcesses(Opened):
     """The ranks of this node. Entering starts them, and leaving ends them."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        settings_path: Path,
-        channel_directory: str,
-        log_path: Path,
-        *,
-        cores: Collection[int] | None = None,
-        meeting: Meeting | None = None,
-    ) -> None:
-        """Without a `meeting` all ranks of the run are on this node."""
-        self.log_path = log_path
-        self._settings = settings
-        self._words = [str(settings_path), channel_directory]
-        self._cores = cores
-        self._meeting = meeting
-        self._ranks: list[ChildProcess] = []
-        self._first_end: str | None = None
+    settings: TrainerSettings
+    settings_path: Path
+    channel_directory: str
+    log_path: Path
+    _: KW_ONLY
+    cores: Collection[int] | None = None
+    meeting: Meeting | None = None  # None: all ranks of the run are on this node
+    _ranks: list[ChildProcess] = field(default_factory=list, init=False)
+    _first_end: str | None = field(default=None, init=False)
 
     async def _open(self, stack: AsyncExitStack) -> None:
-        ranks = count = self._settings.training.ranks
+        ranks = count = self.settings.training.ranks
         first, places = 0, group_interfaces(LOOPBACK)
-        if self._meeting is not None:
-            count = ranks // self._meeting.topology.nodes
-            first, places = count * self._meeting.topology.node_rank, self._meeting.variables
+        if self.meeting is not None:
+            count = ranks // self.meeting.topology.nodes
+            first, places = count * self.meeting.topology.node_rank, self.meeting.variables
         common = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as `torchrun`
             **of_allocator(os.environ),
             **places,
-            "OMP_NUM_THREADS": str(self._settings.training.threads),
+            "OMP_NUM_THREADS": str(self.settings.training.threads),
             "WORLD_SIZE": str(ranks),
         }
         stack.push_async_callback(self._stop)
@@ -87,10 +79,10 @@ class RankProcesses(Opened):
             own[ERROR_FILE_VARIABLE] = str(self._error_file(number))
             child = await ChildProcess.start(
                 f"rank {first + number}",
-                [sys.executable, "-m", "spot_async.trainer", *self._words],
+                [sys.executable, "-m", "spot_async.trainer", str(self.settings_path), self.channel_directory],
                 log_path=self.log_path,
                 environment=common | own,
-                cores=self._cores,
+                cores=self.cores,
             )
             self._ranks.append(child)
 
@@ -128,7 +120,7 @@ class RankProcesses(Opened):
         return None
 
     def _error_file(self, number: int) -> Path:
-        return Path(self._words[1]) / f"error-{number}.json"
+        return Path(self.channel_directory) / f"error-{number}.json"
 
 
 def of_allocator(environ: Mapping[str, str]) -> dict[str, str]:

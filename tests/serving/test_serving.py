@@ -402,7 +402,7 @@ async def test_leaving_stops_a_busy_server_and_leaves_nothing_behind(
     await watcher  # returns: it was stopped on purpose
     with pytest.raises(TransientError):
         await running
-    assert backend._server._launched._child._process.returncode == 0  # so it ended by itself, within the grace
+    assert backend._server._launched._child.process.returncode == 0  # so it ended by itself, within the grace
     with pytest.raises(ProcessLookupError):
         os.kill(backend._server._launched._child.pid, 0)
     assert is_empty(short_temporary_directory)

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,22 +46,16 @@ STANDING = "TD"
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interpreter of another environment
 
 
+@dataclass(eq=False)
 class ChildProcess:
     """One running child. Made by `start` or `start_foreign`."""
 
-    def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process | ForkedProcess,
-        log_path: Path,
-        *,
-        guard_grace_s: float | None = None,
-    ) -> None:
-        self.name = name
-        self.log_path = log_path
-        self._process = process
-        self._guard_grace_s = guard_grace_s  # how long the child's guard takes at most to stop; None: it has no guard
-        self._stopping = False
+    name: str
+    process: asyncio.subprocess.Process | ForkedProcess
+    log_path: Path
+    _: KW_ONLY
+    guard_grace_s: float | None = None  # how long the child's guard takes at most to stop; None: it has no guard
+    _stopping: bool = field(default=False, init=False)
 
     @classmethod
     async def start(
@@ -115,16 +110,16 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     @property
     def returncode(self) -> int | None:
         """Return the exit code, as `wait` does; None while the child lives."""
-        return self._process.returncode
+        return self.process.returncode
 
     async def wait(self) -> int:
         """Return the exit code once the child has ended; below 0: the signal that killed it."""
-        return await self._process.wait()
+        return await self.process.wait()
 
     async def watch(self) -> None:
         """Return when the child was stopped on purpose. Raises `ProcessDiedError` when it ended by itself."""
@@ -147,28 +142,28 @@ class ChildProcess:
         """End the child and everything below it; return when it is gone. Idempotent."""
         self._stopping = True
         if grace_s is None:
-            grace_s = STOP_GRACE_S if self._guard_grace_s is None else self._guard_grace_s
+            grace_s = STOP_GRACE_S if self.guard_grace_s is None else self.guard_grace_s
         cpu_s = tree_cpu_s(self.pid)
         try:
-            if self._process.returncode is None:
+            if self.process.returncode is None:
                 self._terminate()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
-                        await self._process.wait()
+                        await self.process.wait()
         finally:
             self._kill()
-            await self._process.wait()
+            await self.process.wait()
         structlog.get_logger().info("stopped", process=self.name, pid=self.pid, cpu_s=cpu_s)
 
     def _terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._guard_grace_s is not None:
+            if self.guard_grace_s is not None:
                 os.kill(self.pid, signal.SIGTERM)  # the guard: it stops the program and whatever the program leaves
             else:
                 os.killpg(self.pid, signal.SIGTERM)
 
     def _kill(self) -> None:
-        below = guard.process_tree(self.pid) if self._process.returncode is None else {}
+        below = guard.process_tree(self.pid) if self.process.returncode is None else {}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for pid in below:  # also those in their own sessions
