@@ -47,8 +47,8 @@ def split_row(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
 class SideSink:
     """A context manager around one that gives a sink. What is called on it never raises, but for a ConfigError.
 
-    With `waits` of False the sink works on a thread of its own, so that a disk or a server that hangs holds up nothing.
-    Leaving waits for it no longer than `FINISH_TIMEOUT_S`.
+    The sink works on a thread of its own, so that a disk or a server that hangs holds up nothing. Leaving waits for it,
+    but no longer than `FINISH_TIMEOUT_S`.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class SideSink:
         opened: AbstractContextManager[MetricSink],
         warn: Warn,
         *,
-        waits: bool = False,
         abandon: Callable[[], object] = lambda: None,
     ) -> None:
         """`abandon` is called in place of waiting longer for a sink that is lost. It may hang or raise too."""
@@ -68,7 +67,7 @@ class SideSink:
         self._lost = ""  # why
         self._sink: MetricSink | None = None  # while it takes something
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = None if waits else threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def __enter__(self) -> Self:
         try:
@@ -77,8 +76,7 @@ class SideSink:
             raise
         except Exception as error:  # noqa: BLE001 - foreign code, whose failures are its own
             self._lose(error_words(error))
-        if self._thread is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
@@ -94,23 +92,17 @@ class SideSink:
             self._call(partial(self._sink.conclude, iteration, figures, texts))
 
     def __exit__(self, *exc_info: Any) -> None:
-        leave = partial(self._opened.__exit__, *exc_info)
-        if self._thread is None:
-            self._try(leave)
-        else:
-            self._calls.put(partial(self._try, leave))
-            self._calls.put(None)
-            self._thread.join(FINISH_TIMEOUT_S)
-            if self._thread.is_alive():
-                self._lose(f"it did not finish within {FINISH_TIMEOUT_S:g} s")
+        self._calls.put(partial(self._try, partial(self._opened.__exit__, *exc_info)))
+        self._calls.put(None)
+        self._thread.join(FINISH_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._lose(f"it did not finish within {FINISH_TIMEOUT_S:g} s")
         if self._lost:
             in_time(partial(self._try, self._abandon), ABANDON_TIMEOUT_S)
             self._warn(f"{self._name} was lost during the run ({self._lost}); metrics.jsonl has everything")
 
     def _call(self, call: Callable[[], object]) -> None:
-        if self._thread is None:
-            self._try(call)
-        elif self._calls.qsize() < MOST_WAITING:
+        if self._calls.qsize() < MOST_WAITING:
             self._calls.put(partial(self._try_unless_lost, call))
         else:
             self._lose(f"it has not taken the last {MOST_WAITING} iterations")

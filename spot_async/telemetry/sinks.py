@@ -71,12 +71,12 @@ def open_sinks(
     """
     telemetry = config.telemetry
     sinks: list[SideSink] = []
-    if (port := telemetry.prometheus_port) is not None:  # its sink only keeps numbers, so it needs no thread
+    if (port := telemetry.prometheus_port) is not None:
         from spot_async.telemetry.prometheus import prometheus_endpoint
 
         name = f"telemetry.prometheus_port={port}"
         served = prometheus_endpoint(telemetry.prometheus_host, port, directory, iterations, stages, report)
-        sinks.append(SideSink(name, served, warn, waits=True))
+        sinks.append(SideSink(name, served, warn))
     if telemetry.tensorboard:
         sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))
     if telemetry.wandb is not None:

@@ -51,7 +51,6 @@ LOST = [
 ]
 
 
-@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(
     ("fails_at", "given"),
     [
@@ -62,9 +61,9 @@ LOST = [
         (["finish"], [1, 2, 3]),
     ],
 )
-def test_a_sink_that_fails_is_dropped_and_said_once_and_once_more_at_the_end(fails_at, given, waits):
+def test_a_sink_that_fails_is_dropped_and_said_once_and_once_more_at_the_end(fails_at, given):
     sink, said = Sink(fails_at), []
-    with SideSink("tb", sink.opened(), said.append, waits=waits) as beside:
+    with SideSink("tb", sink.opened(), said.append) as beside:
         beside.go_back([])
         for iteration in (1, 2, 3):
             beside.write(iteration, {})
