@@ -5,7 +5,6 @@ Below are the comparisons that checks make. Axes: T response positions, K served
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from spot_async.base.tasks import while_alive
 from spot_async.errors import SpotError
 from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
 from spot_async.types import Capabilities, Float64Array, IntArray, TokenScores
@@ -121,23 +119,6 @@ class Check:
             raise Violation(f"raised {type(error).__name__}, which is none of ours: {error}") from error
 
 
-@dataclass(frozen=True)
-class Hosted:
-    """A running backend, and the event loop that it runs in: the fixture `hosted` of `plugin.py`."""
-
-    subject: Subject
-    runner: asyncio.Runner
-    task: asyncio.Task[None]  # in which it was entered, and will be left
-
-    def run(self, check: Check) -> Finding:
-        """Run a check. Raises the error of a server that ends meanwhile."""
-
-        async def gone() -> None:
-            await asyncio.shield(self.task)
-
-        return self.runner.run(while_alive(check.run(self.subject), gone))
-
-
 CHECKS: dict[str, Check] = {}  # all that are defined, by name
 
 
@@ -150,10 +131,10 @@ def check(
         found = Check(ask.__name__.removeprefix("test_"), ask, of, after)
         CHECKS[found.name] = found
 
-        def test(hosted: Hosted, record_property: Callable[[str, object], None]) -> None:
+        def test(run: Callable[[Check], Finding], record_property: Callable[[str, object], None]) -> None:
             broken = None
             try:
-                said: Finding | Violation = hosted.run(found)
+                said: Finding | Violation = run(found)
             except Violation as violation:
                 said = broken = violation
             record_property("note", said.note)
@@ -225,6 +206,15 @@ async def chosen(subject: Subject, number: int) -> float:
 def require(holds: bool, otherwise: str, nats: float | None = None) -> None:
     if not holds:
         raise Violation(otherwise, nats)
+
+
+async def require_refusal(request: Awaitable[object], error: type[SpotError], otherwise: str) -> None:
+    """Await a request that must raise this error."""
+    try:
+        await request
+    except error:
+        return
+    raise Violation(otherwise)
 
 
 def require_close(nats: float, tolerance_nats: float, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import pytest
 
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
-from spot_async.base.tasks import root_cause
+from spot_async.base.tasks import root_cause, while_alive
 from spot_async.config import ModelConfig
 from spot_async.config.loading import apply_override, validate_as
 from spot_async.errors import ConfigError, SpotError
 from spot_async.models.files import read_model
 from spot_async.running.services import open_services
-from spot_async.testing.conformance.contract import Hosted
+from spot_async.testing.conformance.contract import Check, Finding
 from spot_async.testing.conformance.subject import Subject
 from spot_async.types import WeightVersion
 
@@ -62,8 +62,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def hosted(request: pytest.FixtureRequest) -> Iterator[Hosted]:
-    """The backend that the options describe, started or attached. It is left with the weights that it had."""
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Check], Finding]]:
+    """Runs a check on the backend that the options describe, started or attached, and left with the weights it had.
+
+    It raises the error of a server that ends meanwhile.
+    """
     config, option = request.config.stash[CHECKED], request.config.getoption
     role: str = option("--role")
 
@@ -76,26 +79,26 @@ def hosted(request: pytest.FixtureRequest) -> Iterator[Hosted]:
             ready.set_result(subject)
             await over.wait()
 
-    async def start(directory: Path) -> Hosted:
+    async def start(directory: Path) -> tuple[Subject, asyncio.Task[None]]:
         ready = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(host(directory, ready))
         await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             await task  # raises
-        return Hosted(ready.result(), runner, task)
+        return ready.result(), task
 
-    async def end(found: Hosted) -> None:
-        over.set()
-        await found.task
+    async def gone() -> None:
+        await asyncio.shield(task)
 
     with contextlib.ExitStack() as stack:
         directory: Path = option("--directory") or stack.enter_context(private_directory("spot-async-"))
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         runner, over = stack.enter_context(asyncio.Runner()), asyncio.Event()
         try:
-            found = runner.run(start(directory.resolve()))
-            yield found
-            runner.run(end(found))
+            subject, task = runner.run(start(directory.resolve()))
+            yield lambda check: runner.run(while_alive(check.run(subject), gone))
+            over.set()
+            runner.run(gone())
         except (SpotError, BaseExceptionGroup) as error:
             pytest.exit(f"error: {root_cause(error)}", returncode=1)
 

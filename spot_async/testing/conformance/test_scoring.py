@@ -23,6 +23,7 @@ from spot_async.testing.conformance.contract import (
     of_tokens,
     require,
     require_close,
+    require_refusal,
 )
 from spot_async.testing.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
 from spot_async.types import IntArray, ScoreRequest, TokenScores, WeightVersion
@@ -187,11 +188,10 @@ async def test_longest_score(subject: Subject) -> Finding:
     nats = largest_of_scores(await subject.exact(prompt, response), response, scores)
     tokens = len(prompt) + len(response)
     require_close(nats, subject.tolerance_nats, f"log-probabilities at the end of {tokens} tokens")
-    try:
-        await subject.score(subject.tokens(context - RESPONSE_TOKENS + 1, seed=1), response)
-    except PermanentError:
-        return Finding(f"{tokens} tokens are scored, {context + 1} refused", nats)
-    raise Violation(f"{context + 1} tokens exceed the context of {context}, but were scored: refuse them")
+    request = subject.score(subject.tokens(context - RESPONSE_TOKENS + 1, seed=1), response)
+    scored = f"{context + 1} tokens exceed the context of {context}, but were scored: refuse them"
+    await require_refusal(request, PermanentError, scored)
+    return Finding(f"{tokens} tokens are scored, {context + 1} refused", nats)
 
 
 @check(CANDIDATES)
@@ -232,12 +232,9 @@ async def test_candidate_version(subject: Subject) -> Finding:
         raise not_offered("nobody knows which weights the server holds, and it takes no others")
     other = WeightVersion(subject.version.lineage + 7, subject.version.step + 7)
     prompt, response, positions, ids = _candidates(subject)
-    try:
-        await subject.candidates(prompt, response, positions, ids, version=other)
-    except VersionMismatchError:
-        pass
-    else:
-        raise Violation(f"asked of {other} while {subject.version} is served, but answered")
+    request = subject.candidates(prompt, response, positions, ids, version=other)
+    answered = f"asked of {other} while {subject.version} is served, but answered"
+    await require_refusal(request, VersionMismatchError, answered)
     live = await subject.candidates(prompt, response, positions, ids, is_live=True)
     exact = await subject.exact(prompt, response)
     nats = largest(live, of_tokens(exact[positions], ids))

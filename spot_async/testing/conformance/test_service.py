@@ -26,6 +26,7 @@ from spot_async.testing.conformance.contract import (
     of_tokens,
     require,
     require_close,
+    require_refusal,
     scored,
 )
 from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
@@ -94,12 +95,11 @@ async def test_concurrency(subject: Subject) -> Finding:
 @check(GENERATION)
 async def test_deadline(subject: Subject) -> Finding:
     """A request gives up when its deadline passes, and says so."""
+    tokens = subject.long_response_tokens
     for timeout_s in (SHORT_DEADLINE_S, 0.0):
-        try:
-            await subject.generate(subject.prompt(0), max_tokens=subject.long_response_tokens, timeout_s=timeout_s)
-        except DeadlineExceededError:
-            continue
-        raise Violation(f"{subject.long_response_tokens} tokens came within {timeout_s:g} s: the deadline was not kept")
+        request = subject.generate(subject.prompt(0), max_tokens=tokens, timeout_s=timeout_s)
+        kept = f"{tokens} tokens came within {timeout_s:g} s: the deadline was not kept"
+        await require_refusal(request, DeadlineExceededError, kept)
     await subject.generate(subject.prompt(0), max_tokens=1)
     return Finding(f"DeadlineExceededError after {SHORT_DEADLINE_S:g} s")
 
@@ -178,12 +178,7 @@ async def test_refused_shapes(subject: Subject) -> Finding:
 
 async def _refused(subject: Subject, request: Awaitable[Any], what: str) -> int:
     """Return 1 if the request is refused. Raises `Violation` if it is answered, or if the server does not live on."""
-    try:
-        await request
-    except PermanentError:
-        pass
-    else:
-        raise Violation(f"{what} was answered: refuse it with PermanentError")
+    await require_refusal(request, PermanentError, f"{what} was answered: refuse it with PermanentError")
     if subject.capabilities.generation:
         await subject.generate(subject.prompt(0), max_tokens=1)
     else:

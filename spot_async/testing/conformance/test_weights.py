@@ -23,6 +23,7 @@ from spot_async.testing.conformance.contract import (
     of_tokens,
     require,
     require_close,
+    require_refusal,
     scored,
 )
 from spot_async.testing.conformance.subject import RESPONSE_TOKENS, Subject
@@ -171,11 +172,9 @@ async def _refuses_candidates_of(subject: Subject, version: WeightVersion) -> No
     if subject.capabilities.candidate_logprobs == "none":
         return
     response, at = subject.tokens(4, seed=1), np.array([1], np.int32)
-    try:
-        await subject.candidates(subject.prompt(0), response, at, response[at][:, None], version=version)
-    except VersionMismatchError:
-        return
-    raise Violation(f"candidates of the replaced weights {version} were answered: raise VersionMismatchError")
+    request = subject.candidates(subject.prompt(0), response, at, response[at][:, None], version=version)
+    answered = f"candidates of the replaced weights {version} were answered: raise VersionMismatchError"
+    await require_refusal(request, VersionMismatchError, answered)
 
 
 def _known(subject: Subject) -> WeightVersion:
