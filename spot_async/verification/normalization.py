@@ -46,50 +46,22 @@ _UNIT = re.compile(
 )
 _UNIT_MARKS = str.maketrans("()-", "   ", ".")
 OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is no longer the same in radians
-UNITS = {  # each spelling of a unit -> the first of them
-    spelling: spellings[0]
-    for spellings in (
-        ("°", "deg", "degree", "degrees"),
-        ("%", "percent", "per cent"),
-        ("unit", "units"),
-        ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
-        ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
-        ("m", "meter", "meters", "metre", "metres"),
-        ("km", "kilometer", "kilometers", "kilometre", "kilometres"),
-        ("in", "inch", "inches"),
-        ("ft", "foot", "feet"),
-        ("yd", "yard", "yards"),
-        ("mi", "mile", "miles"),
-        ("g", "gm", "gram", "grams"),
-        ("kg", "kilogram", "kilograms"),
-        ("lb", "lbs", "pound", "pounds"),
-        ("oz", "ounce", "ounces"),
-        ("ml", "milliliter", "milliliters", "millilitre", "millilitres"),
-        ("L", "l", "liter", "liters", "litre", "litres"),
-        ("gal", "gallon", "gallons"),
-        ("s", "sec", "second", "seconds"),
-        ("min", "minute", "minutes"),
-        ("h", "hr", "hrs", "hour", "hours"),
-        ("day", "days"),
-        ("week", "weeks"),
-        ("month", "months"),
-        ("year", "years"),
-        ("J", "joule", "joules"),
-        ("N", "newton", "newtons"),
-        ("W", "watt", "watts"),
-        ("Hz", "hz", "hertz"),
-        ("° C", "degrees celsius"),
-        ("° F", "degrees fahrenheit"),
-        ("dollar", "dollars", "usd"),
-        ("cent", "cents"),
-        ("euro", "euros"),
-        ("mph", "miles per hour"),
-        ("km/h", "kmh", "kilometers per hour", "kilometres per hour"),
-        ("m/s", "meters per second", "metres per second"),
-        ("rad", "radian", "radians"),
-        ("way", "ways"),
-    )
-    for spelling in spellings
+_WORDS = (  # of units, with an s for several
+    {"millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "yard": "yd", "mile": "mi", "degree": "°"}
+    | {"gram": "g", "kilogram": "kg", "pound": "lb", "ounce": "oz", "milliliter": "ml", "liter": "L", "gallon": "gal"}
+    | {"second": "s", "minute": "min", "hour": "h", "joule": "J", "newton": "N", "watt": "W", "radian": "rad"}
+    | {each: each for each in ("unit", "day", "week", "month", "year", "dollar", "cent", "euro", "way")}
+)
+_OTHER_WORDS = (
+    {"deg": "°", "percent": "%", "per cent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "gm": "g"}
+    | {"lbs": "lb", "l": "L", "sec": "s", "hr": "h", "hrs": "h", "hz": "Hz", "hertz": "Hz", "usd": "dollar"}
+    | {"degrees celsius": "° C", "degrees fahrenheit": "° F", "miles per hour": "mph", "kmh": "km/h"}
+    | {"kilometers per hour": "km/h", "meters per second": "m/s"}
+)
+UNITS = {  # by each spelling, British ones too
+    spelling: unit
+    for word, unit in (_WORDS | {f"{word}s": unit for word, unit in _WORDS.items()} | _OTHER_WORDS).items()
+    for spelling in (unit, word, word.replace("meter", "metre").replace("liter", "litre"))
 }
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 _MONEY = "dollar"
