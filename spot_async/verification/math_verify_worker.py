@@ -12,11 +12,9 @@ MemoryError, the answer counts as not equal, which is true of an answer so unlik
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +22,7 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-from spot_async.base.processes.exits import exit_with_parent
+from spot_async.base.processes.exits import answer_lines
 
 # Below this, equality by Math-Verify is checked again, within TINY relative to the gold: Math-Verify rounds to six
 # decimals, which leaves three digits of 1e-3 and nothing of 2e-19.
@@ -126,31 +124,17 @@ def load_comparison() -> Callable[[dict[str, Any]], bool]:
     return answers
 
 
-def limit_memory(limit_bytes: int) -> None:
-    """Limit the address space, where the system can (macOS cannot), and leave no core dumps."""
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def main() -> None:
-    exit_with_parent()
+def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy only comes along: a thread for each core would take the memory
-    limit_memory(int(sys.argv[1]))
     logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     # A right answer may have many digits and levels, and the parent ends what takes too long.
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(3000)
     answers = load_comparison()
     # From here on parsers may print what they like. Until here, messages of a failure to start are still seen.
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a file descriptor is wanted
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())
-    replies.write('{"ready": true}\n')
-    for line in sys.stdin:
-        replies.write(json.dumps({"equal": answers(json.loads(line))}) + "\n")
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
+    return lambda request: {"equal": answers(request)}
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(load)

@@ -1,4 +1,4 @@
-"""How processes of ours that another of ours has started end, and what they are called.
+"""How processes of ours that another of ours has started begin and end, and what they are called.
 
 This imports little, because it is the first thing that each of them does.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
+import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from spot_async.base.processes import guard
 
@@ -43,6 +47,24 @@ def exit_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(expected_parent):
         os._exit(1)  # the parent died before we asked
+
+
+def answer_lines(load: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Be a worker (`worker_pool.py`): answer each JSON line of the input with one, by what `load` returns.
+
+    The command's first argument limits the address space, in bytes, where the system can (macOS cannot). There are no
+    core dumps. What `load` takes to import counts for no request, and what it and its answers print is not seen.
+    """
+    exit_with_parent()
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    answer = load()
+    replies.write('{"ready": true}\n')
+    for line in sys.stdin:
+        replies.write(json.dumps(answer(json.loads(line))) + "\n")
 
 
 def show_rank() -> None:
