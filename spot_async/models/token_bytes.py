@@ -61,7 +61,9 @@ def _byte_reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes | 
     decoder = model.get("decoder") or {}
     kinds = {each.get("type") for each in [decoder, *decoder.get("decoders", [])]}
     if "ByteLevel" in kinds:
-        alphabet = _byte_level_alphabet()
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
+
+        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         return lambda name: bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else None
     if "ByteFallback" in kinds:
         return _sentencepiece_bytes
@@ -75,10 +77,3 @@ def _sentencepiece_bytes(name: str) -> bytes:
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character: printable bytes stand for themselves, others are moved up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(moved)}
