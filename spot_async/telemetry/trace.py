@@ -74,8 +74,7 @@ class TraceFile:
         self.bytes = 0
         self._path = path
         self._encode = msgspec.json.Encoder().encode
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
+        self._pending = bytearray()
         self._separator = b"[\n"
         self._file: FileIO | None = None
         try:
@@ -86,17 +85,15 @@ class TraceFile:
     def add(self, event: dict[str, Any]) -> None:
         line = self._separator + self._encode(event)
         self._separator = b",\n"
-        self._pending.append(line)
+        self._pending += line
         self.bytes += len(line)
-        self._pending_bytes += len(line)
-        if self._pending_bytes >= BUFFER_BYTES:
+        if len(self._pending) >= BUFFER_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write all events that are buffered. The file always ends with a whole event."""
-        data = b"".join(self._pending)
+        data = bytes(self._pending)
         self._pending.clear()
-        self._pending_bytes = 0
         if self._file is None or self._file.closed:
             return
         try:
@@ -106,7 +103,7 @@ class TraceFile:
             self._file.close()
 
     def close(self) -> None:
-        self._pending.append(b"\n]\n" if self.bytes else b"[]\n")
+        self._pending += b"\n]\n" if self.bytes else b"[]\n"
         self.flush()
         if self._file is not None:
             self._file.close()
