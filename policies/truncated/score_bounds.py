@@ -285,14 +285,14 @@ def _student_at_candidates(
     known_upper = np.where(alike, together.upper, np.where(inside, upper[:, :k], 0.0).sum(axis=-1))
     coverage_lower = np.where(alike, together.lower, lower[:, :k].sum(axis=-1))
     elsewhere = ~(same[:, :k].any(axis=1)) & (student.ids >= 0)  # (T, L) known tokens that are not candidates
-    others = probability_interval(np.exp(student.logprobs), student.noise_nats).lower
-    left = 1.0 - np.where(elsewhere, others, 0.0).sum(axis=-1) + MASS_ROUNDING  # as in `_left_by`
+    listed = probability_interval(np.exp(student.logprobs), student.noise_nats)
+    left = 1.0 - np.where(elsewhere, listed.lower, 0.0).sum(axis=-1) + MASS_ROUNDING  # as in `_left_by`
     coverage_upper = np.minimum(known_upper + unseen, left) + OUTWARD
 
     # Where noise leaves open which tokens are the candidates, any of the possible tokens may hold the rank.
     swap, pool, hidden = interchangeable(teacher, rule)
     if swap.any():
-        apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, _upper(student)).max(axis=-1, initial=0.0)
+        apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, listed.upper).max(axis=-1, initial=0.0)
         unserved = np.where(hidden, np.maximum(apart, student.cap), 0.0)[:, None]
         smallest = np.where(hidden[:, None], 0.0, np.sort(np.where(pool, lower, np.inf), axis=-1))
         largest = np.maximum(-np.sort(np.where(pool, -upper, 0.0), axis=-1), unserved)
@@ -316,10 +316,6 @@ def _student_at_candidates(
     outside = np.where(elsewhere, np.exp(2.0 * student.logprobs), 0.0).sum(axis=-1) + student.missing * student.cap
     shift = noise.of_set(((upper**2).sum(axis=-1), coverage.lower), (outside, 1.0 - coverage.upper), spread)
     return lower, upper, coverage, shift, spread
-
-
-def _upper(student: StudentRows) -> Float64Array:
-    return probability_interval(np.exp(student.logprobs), student.noise_nats).upper
 
 
 class Interchangeable(NamedTuple):
