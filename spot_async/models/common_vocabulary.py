@@ -103,12 +103,6 @@ def common_candidates(ids: IntArray, logprobs: FloatArray, limit: int | None) ->
     return ids[:, :least], logprobs[:, :least]
 
 
-def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:
-    """Return the rows without ids that are left out."""
-    ids, logprobs = common_candidates(rows.topk_ids, rows.topk_logprobs, limit)
-    return msgspec.structs.replace(rows, topk_ids=ids, topk_logprobs=logprobs)
-
-
 def _is_known(scores: TokenScores, limit: int, top_k: int) -> BoolArray:
     """Return (T,) true where the scores are valid and the served top-k holds `top_k` common ids."""
     enough: BoolArray = (scores.topk_ids < limit).sum(axis=1) >= top_k
@@ -190,8 +184,8 @@ class SameTokens:
         return self._common.known_to_all(self._in_ours(said), top_k)
 
     def positions(self, said: ScoredPositions) -> ScoredPositions:
-        limit, rows = self._common.limit, msgspec.structs.replace(said, topk_ids=self._ends.swapped(said.topk_ids))
-        return rows if limit is None else known_positions(rows, limit)
+        ids, logprobs = common_candidates(self._ends.swapped(said.topk_ids), said.topk_logprobs, self._common.limit)
+        return msgspec.structs.replace(said, topk_ids=ids, topk_logprobs=logprobs)
 
     def candidates(self, token_ids: IntArray) -> IntArray:
         if (limit := self._common.limit) is not None and token_ids.max(initial=0) >= limit:

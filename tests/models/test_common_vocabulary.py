@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spot_async.backends.shared.replies import bounded_scores
-from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
+from spot_async.models.common_vocabulary import CommonVocabulary, common_candidates
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds
 from spot_async.testing.services import whole_scores
@@ -145,8 +145,8 @@ def test_a_wider_row_that_shows_too_few_common_tokens_decides_nothing() -> None:
     evidence = Evidence(rows, student, ScoreRule(candidates=4, vocab_size=20), 1, teacher_top_k=20)
     wide = np.argsort(-dense, axis=1).astype(np.int32)
     logprobs = np.take_along_axis(dense, wide, 1).astype(np.float32)
-    whole = ScoredPositions(topk_ids=wide, topk_logprobs=logprobs, entropy_lower=entropy, entropy_upper=entropy)
-    known = known_positions(whole, 12)
+    common, values = common_candidates(wide, logprobs, 12)
+    known = ScoredPositions(topk_ids=common, topk_logprobs=values, entropy_lower=entropy, entropy_upper=entropy)
     assert known.topk_ids.shape == (3, 12)
     few = msgspec.structs.replace(known, topk_ids=known.topk_ids[:, :3], topk_logprobs=known.topk_logprobs[:, :3])
     before = evidence.bounds.score.upper.copy()
