@@ -105,9 +105,8 @@ class Subject:
 
         Without a `seed`, the request has one that no other request has.
         """
+        seed = next(self._seeds) if seed is None else seed
         own: dict[str, Any] = {"max_tokens": RESPONSE_TOKENS, "stop_token_ids": (), "seed": seed}
-        if seed is None:
-            own["seed"] = next(self._seeds)
         sampling = SamplingSettings(**(own | sampled))
         reply: Generation = await self.backend.generate(
             prompt_ids, sampling, top_k=top_k, deadline=self.deadline(timeout_s)

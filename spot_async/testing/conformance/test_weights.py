@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -82,26 +82,22 @@ async def test_update_under_way(subject: Subject) -> Finding:
     """A response that an update interrupts says which weights each token is of, and its log-probabilities agree."""
     tokens = subject.long_response_tokens
     for _ in range(MEETINGS):  # on a busy machine, an update may come too late to meet a response
-        met = await _meet(subject, tokens)
-        if met.switched:
-            require_close(met.nats, subject.tolerance_nats, "log-probabilities of tokens before and after the switch")
-            return Finding(f"{met.switched} of {IN_FLIGHT} responses of {tokens} tokens have tokens of both", met.nats)
-    if met.given_up:
+        switched, given_up, nats = await _meet(subject, tokens)
+        if switched:
+            require_close(nats, subject.tolerance_nats, "log-probabilities of tokens before and after the switch")
+            return Finding(f"{switched} of {IN_FLIGHT} responses of {tokens} tokens have tokens of both", nats)
+    if given_up:
         require(not subject.capabilities.in_flight_updates, "in_flight_updates is said, but responses are given up")
         raise not_offered("responses under way are given up when weights come, to be asked for again")
     raise not_offered(f"responses of {tokens} tokens were over before new weights came")
 
 
-class _Met(NamedTuple):
-    """What happened to the responses during which an update was sent."""
+async def _meet(subject: Subject, tokens: int) -> tuple[int, int, float]:
+    """Update while responses are sampled, and put the weights back.
 
-    switched: int  # how many have tokens of both weights
-    given_up: int
-    nats: float  # the largest difference to the weights that each token says it is of
-
-
-async def _meet(subject: Subject, tokens: int) -> _Met:
-    """Update while responses are sampled, and put the weights back."""
+    Return how many have tokens of both weights, how many were given up, and the largest difference to the weights that
+    each token says it is of, in nats.
+    """
     old = _known(subject)
     new = _next(old)
     changed, before = await _changed(subject), subject.reference
@@ -130,7 +126,7 @@ async def _meet(subject: Subject, tokens: int) -> _Met:
                 nats = max(nats, largest(reply.logprobs[here], of_tokens(exact, reply.token_ids)[here]))
     finally:
         await subject.update(subject.files.directory, _next(new))
-    return _Met(switched, given_up, nats)
+    return switched, given_up, nats
 
 
 async def _attempt(subject: Subject, prompt: IntArray, tokens: int) -> Generation | RequestError:
