@@ -83,8 +83,10 @@ class BenchmarkConfig(ProblemSetConfig):
         if self.format == "alpaca_eval" and self.examples is not None:
             raise ValueError("examples: format=alpaca_eval asks the bare instruction; remove them")
 
-    def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
-        """Return the settings of the verifier that judges it. (`alpaca_eval` has none: nothing judges it.)"""
+    def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings | None:
+        """Return the settings of the verifier that judges it; None for `alpaca_eval`, which nothing judges."""
+        if self.format == "alpaca_eval":
+            return None
         if self.verifier is None and self.format == "multiple_choice":
             return TypeAdapter(EvaluationVerifier).validate_python("multiple_choice")
         return self.verifier or evaluation.verifier

@@ -142,8 +142,7 @@ class Benchmark:
     sources: Sequence[PromptSource]  # one per problem, rendered in the benchmark's format
     samples: int
     max_response_tokens: int
-    verifier: PluginSettings | None  # None where nothing is judged
-    writes_outputs: bool = False  # whether it writes a file for AlpacaEval's own tool
+    verifier: PluginSettings | None  # None where nothing is judged: AlpacaEval's own tool reads its responses
     in_macro: bool = True
     note: str | None = None  # what people must know who compare its figures
     counts: Mapping[str, int] = field(default_factory=dict)  # rows of its file: read, and dropped by reason
@@ -182,8 +181,7 @@ def _plan(
     name: str, settings: BenchmarkConfig, config: Config, evaluation: EvaluationConfig, student: ModelFiles
 ) -> Benchmark:
     key = evaluation.key_of(name)
-    is_judged = settings.format != "alpaca_eval"
-    verifier = settings.verifier_of(evaluation) if is_judged else None
+    verifier = settings.verifier_of(evaluation)
     judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
     found = load_problem_set(settings, key, needs_answers=judges_answers, columns=config.environment_columns)
     if judges_answers:
@@ -195,7 +193,7 @@ def _plan(
         )
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
     own = {"template": evaluation.template, "thinking": evaluation.thinking}
-    prompt = config.prompt.model_copy(update={**own, "instruction": instruction if is_judged else ""})
+    prompt = config.prompt.model_copy(update={**own, "instruction": instruction if verifier is not None else ""})
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     examples = None if settings.examples is None else load_problem_set(settings.examples, f"{key}.examples")
     problems = _formatted(found.problems[: evaluation.limit], examples, settings, evaluation.seed, key)
@@ -242,8 +240,7 @@ def judged_benchmark(
 ) -> Benchmark:
     """Return a benchmark of these problems with its limits and verifier. Raises ConfigError if that cannot judge."""
     settings, key = evaluation.sets()[name], evaluation.key_of(name)
-    is_judged = settings.format != "alpaca_eval"
-    verifier = settings.verifier_of(evaluation) if is_judged else None
+    verifier = settings.verifier_of(evaluation)
     if verifier is not None:
         section = f"{'evaluation' if settings.verifier is None else key}.verifier"
         verifier.check_machine(section)
@@ -253,10 +250,9 @@ def judged_benchmark(
     return Benchmark(
         name=name,
         sources=sources,
-        samples=(settings.samples or evaluation.samples) if is_judged else 1,
+        samples=(settings.samples or evaluation.samples) if verifier is not None else 1,
         max_response_tokens=settings.max_response_tokens or evaluation.max_response_tokens,
         verifier=verifier,
-        writes_outputs=not is_judged,
         in_macro=settings.in_macro,
         note=_note(settings, evaluation, config.prompt),
         warning=_letters_alone(verifier, settings, key) or _same_responses(settings, evaluation, key),
@@ -342,9 +338,8 @@ def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: Promp
 
 
 def _facts(settings: BenchmarkConfig, evaluation: EvaluationConfig) -> list[str]:
-    if settings.format == "alpaca_eval":
+    if (judged := settings.verifier_of(evaluation)) is None:
         return ["not judged here: outputs for its own tool"]
-    judged = settings.verifier_of(evaluation)
     return [
         *([_judged_by(judged)] if settings.verifier is None and judged.kind != evaluation.verifier.kind else []),
         *([] if settings.examples is None else [f"worked examples ({settings.example_count})"]),
@@ -367,8 +362,8 @@ def _changes(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: Pr
         if own is not None and own != usual
     ]
     if settings.verifier is not None:
-        usual_verifier = settings.model_copy(update={"verifier": None}).verifier_of(evaluation)
-        if settings.verifier.that_decide() != usual_verifier.that_decide():
+        usual = settings.model_copy(update={"verifier": None}).verifier_of(evaluation)
+        if usual is not None and settings.verifier.that_decide() != usual.that_decide():
             changes.append(_judged_by(settings.verifier))
     return changes
 

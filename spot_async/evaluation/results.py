@@ -52,10 +52,6 @@ class BenchmarkResult:
     def samples(self) -> int:
         return len(self.responses[0])
 
-    def tier_names(self) -> list[str]:
-        """Return the tiers, in order of appearance."""
-        return list(dict.fromkeys(tier for tier in self.tiers if tier is not None))
-
     def in_tier(self, tier: str) -> BoolArray:
         """Return whether each problem is in a tier, (problems,)."""
         return np.array([tier in (ALL_TIERS, each) for each in self.tiers], dtype=np.bool_)
@@ -95,7 +91,7 @@ class BenchmarkResult:
         return BenchmarkFigures(
             **{name: getattr(whole, name) for name in Figures.__struct_fields__},
             note=self.note,
-            tiers={tier: self.figures(tier) for tier in self.tier_names()},
+            tiers={tier: self.figures(tier) for tier in dict.fromkeys(self.tiers) if tier is not None},
             correct={row[0].problem_id: count for row, count in zip(self.responses, counts, strict=False)},
         )
 

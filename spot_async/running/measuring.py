@@ -154,7 +154,7 @@ def write_files(
     """Write the sorted responses, outputs for other tools, and last the figures. If those are there, everything is."""
     log.complete(result.responses, benchmarks[0].template)
     for benchmark, each in zip(benchmarks, result.benchmarks, strict=True):
-        if benchmark.writes_outputs:
+        if benchmark.verifier is None:
             problems, texts = (
                 [source.problem for source in benchmark.sources],
                 [row[0].response for row in each.responses],
