@@ -121,12 +121,13 @@ def whole_divergence(kind: Divergence, p: torch.Tensor, log_q: torch.Tensor) -> 
 
 
 def batch_of(*targets: SoftTargets) -> MicroBatch:
+    tokens = 1 + max(int(each.positions.max()) for each in targets)
     sample = Supervision(
         prompt_ordinal=0,
         problem_id="p",
         prompt_ids=np.zeros(1, np.int32),
-        response_ids=np.zeros(1, np.int32),
-        behavior_logprobs=np.zeros(1, np.float32),
+        response_ids=np.zeros(tokens, np.int32),
+        behavior_logprobs=np.zeros(tokens, np.float32),
         version=None,
         soft_targets=targets,
     )
