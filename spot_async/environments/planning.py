@@ -62,14 +62,14 @@ async def _described(settings: EnvironmentConfig, problems: Sequence[Problem]) -
 
         if not served.resets:
             return Described(served.reads_text, served.tools(), {})
-        again = await gather(opening(each, 1) for each in problems[:ASKED_TWICE])
-        said = await gather(opening(each, 0) for each in problems)
+        said, again = [await gather(opening(each, seed) for each in problems[:ASKED_TWICE]) for seed in (0, 1)]
         for problem, first, second in zip(problems, said, again, strict=False):
             if first != second:
                 raise ConfigError(
                     f"environment.object: what `reset` says of problem {problem.id!r} was {first[:60]!r}, then "
                     f"{second[:60]!r}: its opening depends on more than the problem, and prompts are made once"
                 )
+        said += await gather(opening(each, 0) for each in problems[ASKED_TWICE:])
         return Described(
             served.reads_text, served.tools(), {each.id: text for each, text in zip(problems, said, strict=True)}
         )

@@ -282,9 +282,12 @@ class Zygote:
         What kills the child with an action is an answer, and the steps must be played again for the next.
         """
         lasting = [step for step in steps if step["observation"]["kind"] not in HAD_NO_EFFECT]
-        child, replayed_steps = self._kept.pop(json.dumps([row, seed, lasting]), None), 0
-        if child is None or not child.waits():
-            child, replayed_steps = self._fork(), len(lasting)
+        begins = do == "opening"  # which a child may do many times: no model's code is run for it
+        kept = self._kept.pop(do if begins else json.dumps([row, seed, lasting]), None)
+        is_new = kept is None or not kept.waits()
+        child = self._fork() if kept is None or is_new else kept
+        replayed_steps = len(lasting) if is_new else 0
+        if begins or is_new:
             child.ask("play", self._timeout_s * (1 + len(lasting)), row=row, seed=seed, steps=steps)
         try:
             answer = child.ask(do, self._timeout_s, **given)
@@ -295,7 +298,9 @@ class Zygote:
             answer = {"texts": texts, "kind": "killed", "is_done": False, "reward": None}
             return {"answer": answer, "replayed_steps": replayed_steps}
         old: Child | None = child
-        if do == "act":
+        if begins:
+            old, self._kept[do] = None, child
+        elif do == "act":
             place = json.dumps([row, seed, [*lasting, {**given, "observation": answer}]])
             old, self._kept[place] = self._kept.pop(place, None), child
             if len(self._kept) > CHILDREN:
