@@ -226,6 +226,8 @@ def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
     """Return what no limit of ours would help against: servers that are down or asked for a pause, and refusals."""
     server = stage_server(stage) or ""
+    if server == "environment":  # processes of ours, which refuse nothing
+        return ()
     servers, use = times.servers.get(server), times.stages.get(stage)
     found = []
     if servers is not None and servers.down:

@@ -198,7 +198,7 @@ def forget_samples_before_the_commit(monkeypatch):
     commit = RunCheckpoints.commit
 
     async def hasty(saved, iteration):
-        saved._ledger.forget_samples(iteration)
+        saved.ledger.forget_samples(iteration)
         await commit(saved, iteration)
 
     monkeypatch.setattr(RunCheckpoints, "commit", hasty)

@@ -198,8 +198,8 @@ def _spoilt(fault: Fault, tree: Any) -> Any:
             case [{"logprob": float()}, *_] | [None, dict(), *_] if not done and fault is Fault.DUPLICATE:
                 done = True
                 return [node[0], *node]
-            case [int(start), int(end), [int(lineage), int(step)]] if fault is Fault.STALE:
-                return [start, end, [lineage, step + 7]]
+            case [int(start), int(end), [int(lineage), int(step)], *rest] if fault is Fault.STALE:
+                return [start, end, [lineage, step + 7], *rest]
             case str() if fault is Fault.STALE and re.fullmatch(r"\d+\.\d+", node):
                 return f"{node}7"
             case list():

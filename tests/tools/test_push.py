@@ -46,7 +46,7 @@ def run(tmp_path):
         json.dumps({"r": 8, "base_model_name_or_path": "/home/me/cache/base"})
     )
     (student / "adapter" / "adapter_model.safetensors").write_bytes(b"adapter")
-    directory.weights.point_student_to(student)
+    directory.weights.advance_student_to(student)
     figures = {"problems": 5, "avg_standard_error": 0.02, "pass_k": 4, "pass_standard_error": None}
     directory.write_summary(
         {

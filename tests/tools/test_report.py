@@ -281,7 +281,7 @@ def test_of_many_servers_and_stages_no_two_look_alike_and_the_page_knows_all_loo
         re.findall(rf'<{mark} class="([^"]*)"', figures[title])
         for mark, title in (("polyline", "Servers: requests let in"), ("polygon", "What the trainer waited for"))
     ]
-    assert [len(each) for each in looks] == [len(set(each)) for each in looks] == [14, 8]
+    assert [len(each) for each in looks] == [len(set(each)) for each in looks] == [14, 9]
     page = report_page(report)
     for name in {name for each in looks for look in each for name in look.split()} - {"d0"}:  # which is no dash
         assert re.search(rf"\.{name} {{", page), name
