@@ -194,6 +194,6 @@ def test_servers_of_the_files_to_start_from_are_started_by_commands_that_they_un
             plan = plan_training(with_downloads(load_config(here, overrides), weights=()))
             served = {role: each for role, each in plan.served.items() if each.backend.kind == kind}
             started += would_start(dataclasses.replace(plan, served=served), tmp_path)
-    assert len(started) == (5 if kind == "sglang" else 25)
+    assert len(started) == (5 if kind == "sglang" else 28)
     for each, (model, *_) in zip(started, understood(kind, started, tmp_path), strict=True):
         assert model == each.model
