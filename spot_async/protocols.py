@@ -220,7 +220,7 @@ class Environment(Protocol):
     ) -> Observation:
         """Return what is answered to an action behind these steps. Raises a `RequestError`.
 
-        What a tool raises is an answer; what the environment itself fails at is an error.
+        What a tool raises is an answer; what the environment itself fails at is an error. Unreadable steps did nothing.
         """
 
     async def reward(self, problem: Problem, steps: Sequence[Step], *, seed: int, deadline: float) -> float | None:

@@ -136,8 +136,7 @@ async def play(
             if rules.read_calls is not None and not calls:
                 return ending("answer")
             action = Action(text=text, calls=calls)
-            # What could not be read never reached the environment, so it has no part in playing again.
-            observation = await act([each for each in steps if each.observation.kind != "unreadable"], action)
+            observation = await act(tuple(steps), action)
         steps.append(Step(action=action, observation=observation))
         if observation.is_done:
             return ending("done")

@@ -92,14 +92,14 @@ def test_an_episode_ends_where_no_turn_can_follow(
     assert episode.last_turn.tolist() == expected[max([0, *(t + 1 for t in read)]) :]
 
 
-def test_what_cannot_be_read_is_an_observation_that_the_environment_never_hears_of() -> None:
+def test_what_cannot_be_read_is_an_observation_that_the_environment_does_not_make() -> None:
     script = Script([7, E], [9, 9, E], [5, E])
     new, episode = script.play(read_calls=called, between=lambda texts: np.full(len(texts), 50, np.int32))
     assert new.token_ids.tolist() == [7, E, 50, 9, 9, E, 50, 5, E]
     assert [step.observation.kind for step in episode.steps] == ["unreadable", "answer"]
     assert episode.steps[0].observation.texts == ("17 71",)
     ((before, action),) = script.told
-    assert (before, [call.arguments["at"] for call in action.calls]) == (0, [0, 1])
+    assert (before, [call.arguments["at"] for call in action.calls]) == (1, [0, 1])
     assert episode.metrics()["environment/unreadable"] == 1
 
 
