@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from spot_async.errors import DataError
+from spot_async.models.weight_files import weight_files
 from spot_async.types import Float64Array, IntArray
 
-WEIGHTS = "*.safetensors"
 PERTURBATION = 0.2  # times each tensor's standard deviation; changes log-probabilities by more than any tolerance
 
 
@@ -55,7 +54,7 @@ def write_changed(source: Path, target: Path, seed: int = 1) -> Path:
     """Write a copy of a model directory with changed weights, as training might have left them."""
     shutil.copytree(source, target)
     draw = torch.Generator().manual_seed(seed)
-    for path in _weight_files(target):
+    for path in weight_files(target):
         tensors = load_file(path)
         for name, tensor in tensors.items():
             if tensor.ndim > 1 and tensor.is_floating_point():
@@ -70,17 +69,10 @@ def write_broken(source: Path, target: Path) -> dict[str, Path]:
     broken = {name: target / name.replace(" ", "-") for name in ("a file cut off", "a wrong shape", "a tensor missing")}
     for path in broken.values():
         shutil.copytree(source, path, dirs_exist_ok=True)
-    cut_off, wrong_shape, missing = (_weight_files(path)[-1] for path in broken.values())
+    cut_off, wrong_shape, missing = (weight_files(path)[-1] for path in broken.values())
     cut_off.write_bytes(cut_off.read_bytes()[: cut_off.stat().st_size // 2])
     tensors = load_file(wrong_shape)
     name = max(tensors)
     save_file({**tensors, name: torch.zeros(3)}, wrong_shape, metadata={"format": "pt"})
     save_file({key: value for key, value in tensors.items() if key != name}, missing, metadata={"format": "pt"})
     return {**broken, "no such directory": target / "nowhere"}
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    files = sorted(directory.glob(WEIGHTS))
-    if not files:
-        raise DataError(f"{directory}: holds no {WEIGHTS}, so that a weight update cannot be checked")
-    return files
