@@ -74,23 +74,20 @@ def weight_files(directory: Path) -> list[Path]:
     Raises `DataError` when there are none, when the index is unusable or leaves readers a choice, or when another user
     could change them.
     """
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if not index.is_file():
-        if not single.is_file():
-            raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        refuse_foreign_writers([directory, single])
-        refuse_pointer(single)
-        return [single]
-    refuse_foreign_writers([directory, index])
-    refuse_pointer(index)
-    found = read_json(index, _Index, otherwise="is no index of safetensors files")
-    names = sorted({*found.weight_map.values()})
-    if any(Path(name).name != name for name in names):
-        raise DataError(f"{index}: names files outside its directory")
+    single, index, names = directory / SINGLE_FILE, directory / INDEX_FILE, [SINGLE_FILE]
+    if index.is_file():
+        refuse_foreign_writers([directory, index])
+        refuse_pointer(index)
+        found = read_json(index, _Index, otherwise="is no index of safetensors files")
+        names = sorted({*found.weight_map.values()})
+        if any(Path(name).name != name for name in names):
+            raise DataError(f"{index}: names files outside its directory")
+    elif not single.is_file():
+        raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     files = [directory / name for name in names]
     if single.is_file() and files != [single]:  # transformers reads the one, vLLM what the index names
         raise DataError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not meant")
-    refuse_foreign_writers(files)
+    refuse_foreign_writers([directory, *files])
     for file in filter(Path.is_file, files):
         refuse_pointer(file)
     return files
