@@ -23,23 +23,20 @@ from .samples import pulls, scored, student_sample
 from .truncated.noise import of_entropy, split
 
 
-class EopdSettings(RoutedSettings):
-    """Settings. Descriptions begin with the paper's symbols."""
-
-    kind: str = "eopd"
-    top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
-    alpha: NonNegativeFloat = Field(1.0, description="alpha: weight of the forward KL")
-    tau_nats: NonNegativeFloat = Field(
-        0.8, description="tau: teacher entropy, in nats, above which there is a forward KL"
-    )
-
-
 class EopdPolicy:
     """EOPD for one prompt at a time."""
 
-    Settings = EopdSettings
+    class Settings(RoutedSettings):
+        """Settings. Descriptions begin with the paper's symbols."""
 
-    def __init__(self, settings: EopdSettings, context: PolicyContext) -> None:
+        kind: str = "eopd"
+        top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
+        alpha: NonNegativeFloat = Field(1.0, description="alpha: weight of the forward KL")
+        tau_nats: NonNegativeFloat = Field(
+            0.8, description="tau: teacher entropy, in nats, above which there is a forward KL"
+        )
+
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
         self.settings = settings
         self.needs = PolicyNeeds(
             teacher_top_k=settings.top_k,

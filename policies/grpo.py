@@ -30,17 +30,14 @@ from .samples import student_sample
 STANDARD_DEVIATION_FLOOR = 1e-6
 
 
-class GrpoSettings(PluginSettings):
-    kind: str = "grpo"
-    samples: int = Field(8, ge=2, description="responses per prompt, which are its group")
-
-
 class GrpoPolicy:
     """GRPO for one prompt at a time."""
 
-    Settings = GrpoSettings
+    class Settings(PluginSettings):
+        kind: str = "grpo"
+        samples: int = Field(8, ge=2, description="responses per prompt, which are its group")
 
-    def __init__(self, settings: GrpoSettings, context: PolicyContext) -> None:
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
         self.settings = settings
         self.needs = PolicyNeeds(samples_per_prompt=settings.samples, reference=context.reference_kl)
 

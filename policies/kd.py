@@ -35,16 +35,6 @@ from spot_async.types import (
 from .samples import response_record, scored, teacher_metrics, teacher_record, writer
 
 
-class KdSettings(RoutedSettings):
-    kind: str = "kd"
-    top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
-    forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5,
-        description="weight of the forward KL; cross-entropy on the teacher's tokens has the rest. With 0 the teacher "
-        "is asked for no log-probabilities",
-    )
-
-
 class Taught(msgspec.Struct, frozen=True):
     """What a teacher wrote for one problem, how the teachers score its tokens, and what the verifier says."""
 
@@ -57,9 +47,16 @@ class Taught(msgspec.Struct, frozen=True):
 class KdPolicy:
     """KD for one prompt at a time. It remembers each problem's response for later epochs."""
 
-    Settings = KdSettings
+    class Settings(RoutedSettings):
+        kind: str = "kd"
+        top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
+        forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+            0.5,
+            description="weight of the forward KL; cross-entropy on the teacher's tokens has the rest. With 0 the "
+            "teacher is asked for no log-probabilities",
+        )
 
-    def __init__(self, settings: KdSettings, context: PolicyContext) -> None:
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
         self.settings = settings
         self._top_k = settings.top_k if settings.forward_kl_weight > 0 else 0  # 0: cross-entropy alone, no scores
         self._run_seed = context.run_seed
