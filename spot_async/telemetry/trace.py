@@ -146,12 +146,12 @@ class TraceRecorder:
         self._last_change_s: float | None = None
         self._shows_publishing = not orchestrator.is_strict  # in a strict run the trainer's own phases show it
         self._weights = {"trained": 0, "served": 0}  # the iterations that made them
-        self._name_process(TRAINER, "trainer")
-        self._name_thread(TRAINER, ITERATIONS, "iterations")
-        self._name_thread(TRAINER, PHASES, "trainer")
+        self._name("trainer", TRAINER)
+        self._name("iterations", TRAINER, ITERATIONS)
+        self._name("trainer", TRAINER, PHASES)
         if self._shows_publishing:
-            self._name_thread(TRAINER, PUBLISHING, "publishing")
-        self._name_process(PROMPTS, "prompts")
+            self._name("publishing", TRAINER, PUBLISHING)
+        self._name("prompts", PROMPTS)
 
     def on(self, event: Event) -> None:
         match event:
@@ -257,7 +257,7 @@ class TraceRecorder:
             known = len(lanes)
             thread_id = 1 + lanes.place(started, ended)  # viewers treat thread 0 specially
             if len(lanes) > known:
-                self._name_thread(process_id, thread_id, f"lane {thread_id}")
+                self._name(f"lane {thread_id}", process_id, thread_id)
         self._file.add(
             {
                 "ph": "X",
@@ -285,7 +285,7 @@ class TraceRecorder:
                 self._counters.set(self._process_of(stage.name), stage.name, at, values)
             at_servers.update(request.replica for request in stage.open if request.replica)
         if at_servers and not self._servers:
-            self._name_process(SERVERS, "servers")
+            self._name("servers", SERVERS)
         self._servers |= at_servers.keys()
         for name in sorted(self._servers):
             self._counters.set(SERVERS, name, at, {"in flight": at_servers[name]})
@@ -299,19 +299,15 @@ class TraceRecorder:
         if stage not in self._used:
             self._used.add(stage)
             server = stage_server(stage)
-            self._name_process(process_id, stage if server is None else f"{server}: {stage}")
+            self._name(stage if server is None else f"{server}: {stage}", process_id)
         return process_id
 
-    def _name_process(self, process_id: int, name: str) -> None:
-        self._metadata("process_name", process_id, 0, {"name": name})
-        self._metadata("process_sort_index", process_id, 0, {"sort_index": process_id})
-
-    def _name_thread(self, process_id: int, thread_id: int, name: str) -> None:
-        self._metadata("thread_name", process_id, thread_id, {"name": name})
-        self._metadata("thread_sort_index", process_id, thread_id, {"sort_index": thread_id})
-
-    def _metadata(self, kind: str, process_id: int, thread_id: int, args: dict[str, Any]) -> None:
-        self._file.add({"ph": "M", "pid": process_id, "tid": thread_id, "name": kind, "args": args})
+    def _name(self, name: str, process_id: int, thread_id: int | None = None) -> None:
+        """Name a process or one of its threads. Viewers order both by number."""
+        kind, number = ("process", process_id) if thread_id is None else ("thread", thread_id)
+        for said, args in (("name", {"name": name}), ("sort_index", {"sort_index": number})):
+            event = {"ph": "M", "pid": process_id, "tid": thread_id or 0, "name": f"{kind}_{said}", "args": args}
+            self._file.add(event)
 
 
 class Counters:
