@@ -14,7 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.files import decode_json, read_bounded, reading, refuse_pointer
+from spot_async.base import files
+from spot_async.base.files import read_bounded, reading, refuse_pointer
 from spot_async.base.text import shortened
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
@@ -58,16 +59,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     refuse_pointer(path)
-    where = f"{path.parent}: cannot read {path.name}"
-    try:
-        data = read_bounded(path)
-    except OSError as error:
-        raise DataError(f"{where}: {error.strerror}") from None
-    found = decode_json(data, object, where)
-    if not isinstance(found, dict):
-        raise DataError(f"{where}: it is no JSON object")
+    found = files.read_json(path, dict[str, Any], otherwise="cannot be read as a JSON object")
     if path.name == CONFIG_FILE:
-        _refuse_sizes(found, where)
+        _refuse_sizes(found, path)
     return found
 
 
@@ -81,15 +75,15 @@ def refuse_large(directory: Path) -> None:
             raise DataError(f"{path}: has more than {MAX_SMALL_VALUES:,} values")
 
 
-def _refuse_sizes(config: dict[str, Any], where: str) -> None:
+def _refuse_sizes(config: dict[str, Any], path: Path) -> None:
     """Raise `DataError` for a size that no model has: transformers would take all time or memory for it."""
     for key, value in config.items():
         if isinstance(value, dict):
-            _refuse_sizes(value, where)
+            _refuse_sizes(value, path)
         elif (named := SIZE_KEY.search(key)) is not None and isinstance(value, int | float | str):
             most = MAX_SIZE if named[1] is None else MAX_MODULES
             if not isinstance(value, int) or not -1 <= value <= most:
-                raise DataError(f"{where}: {key}={shortened(repr(value), 40)} is no whole number up to {most:,}")
+                raise DataError(f"{path}: {key}={shortened(repr(value), 40)} is no whole number up to {most:,}")
 
 
 def publish_small_files(

@@ -125,7 +125,7 @@ def test_a_response_ends_where_config_json_says_if_the_generation_config_does_no
         ('{"eos_token_id": "2"}', "is no token id"),
         ('{"eos_token_id": [[2]]}', "is no token id"),
         ('{"eos_token_id": -1}', "is no token id"),
-        ("[2]", "is no JSON object"),
+        ("[2]", "cannot be read as a JSON object"),
     ],
 )
 def test_a_generation_config_that_names_no_token_is_one_clear_line(
