@@ -131,10 +131,10 @@ def check(
         found = Check(ask.__name__.removeprefix("test_"), ask, of, after)
         CHECKS[found.name] = found
 
-        def test(run: Callable[[Check], Finding], record_property: Callable[[str, object], None]) -> None:
+        def test(run_check: Callable[[Check], Finding], record_property: Callable[[str, object], None]) -> None:
             broken = None
             try:
-                said: Finding | Violation = run(found)
+                said: Finding | Violation = run_check(found)
             except Violation as violation:
                 said = broken = violation
             record_property("note", said.note)

@@ -62,7 +62,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Check], Finding]]:
+def run_check(request: pytest.FixtureRequest) -> Iterator[Callable[[Check], Finding]]:
     """Runs a check on the backend that the options describe, started or attached, and left with the weights it had.
 
     It raises the error of a server that ends meanwhile.
