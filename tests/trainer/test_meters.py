@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 import torch
 from event_files import records
-from metrics_page import of_area
+from metrics_page import of_area, scrape
 from rich.console import Console
 from run_files import make_run
 from torch.utils.flop_counter import FlopCounterMode
@@ -305,8 +304,7 @@ def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
     with open_sinks(config, files.path) as sinks:
         RunLog(RunDirectory(files.path), stages, sinks).on(finished)
         RunConsole(Console(file=screen, width=200), iterations=1).on(finished)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            scraped = reply.read().decode()
+        scraped = scrape(port, f'iterations_total{{run="{files.path.name}"}} 1.0')
 
     names = {f"perf/{name}" for name in PERFORMANCE}
     row = json.loads((files.path / "metrics.jsonl").read_text())
