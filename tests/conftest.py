@@ -129,7 +129,8 @@ def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def trusted_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates are not tried in a process of their own first, as `test_template_trial.py` has it."""
-    monkeypatch.setattr("spot_async.data.prompts.overdoes", lambda template, call: None)
+    for room in ("data.prompts", "models.bridges"):
+        monkeypatch.setattr(f"spot_async.{room}.overdoes", lambda *call: None)
 
 
 @pytest.fixture(scope="session")

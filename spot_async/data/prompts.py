@@ -27,9 +27,9 @@ from spot_async.base.files import read_bounded, refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
 from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig, teacher_role
-from spot_async.data.template_trial import overdoes
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.episodes import Tools
+from spot_async.models.template_trial import overdoes
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import ChatTurn, IntArray, Problem, Prompt, PromptSource, place_in_run
 
@@ -258,15 +258,12 @@ class PromptRenderer:
         if self._is_tried:
             return
         self._is_tried = True
-        variables = {name: value for name, value in self._arguments.items() if name != "chat_template"}
-        variables |= {"tools": self._tools} if self._tools else {}
-        special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
         try:
             template = self.template_text
-            call = json.dumps({**special, **variables, "messages": chats[0], "add_generation_prompt": True})
-        except (ValueError, TypeError):
+        except ValueError:
             return  # said when it is used
-        if (fault := overdoes(template, call)) is not None:
+        variables = {**self._arguments, "tools": self._tools}
+        if (fault := overdoes(self._tokenizer, template, variables, chats[0])) is not None:
             raise DataError(f"{self._name}: the chat template {fault} for one problem: correct it, or give another")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from spot_async.base.text import first_line, shortened
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.episodes import Call, Tools
+from spot_async.models.template_trial import overdoes
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import IntArray
 
@@ -149,6 +150,9 @@ class Bridges:
 
     def _fault(self) -> str:
         """Take what stands around an answer. Return why there is no bridge; empty if there is one."""
+        chat = self._chat([_TURN, _TURN], [_SEEN])
+        if (fault := overdoes(self._tokenizer, self.template_text, self._arguments, chat)) is not None:
+            raise DataError(f"environment: the chat template {fault} for two turns: correct it, or give another")
         try:
             text = self._render(self._chat([_TURN], [_SEEN]))
             unasked = self._render([_QUESTION], add_generation_prompt=False)

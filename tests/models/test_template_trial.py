@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,13 +9,17 @@ import pytest
 
 from spot_async.config import PromptConfig
 from spot_async.data.prompts import PromptRenderer
-from spot_async.data.template_trial import overdoes
 from spot_async.errors import DataError
+from spot_async.models.bridges import Bridges
+from spot_async.models.template_trial import overdoes
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import Problem
 
-CALL = json.dumps({"messages": [{"role": "user", "content": "1+1"}], "add_generation_prompt": True})
 STUDENT = Path(__file__).parents[2] / "examples" / "running_sum" / "student"
+
+
+def excess(template: str) -> str | None:
+    return overdoes(Vocabulary.load(STUDENT).tokenizer, template, {}, [{"role": "user", "content": "1+1"}])
 
 
 def loops(body: str) -> str:
@@ -35,7 +38,7 @@ def loops(body: str) -> str:
     ],
 )
 def test_a_template_without_bounds_is_found_out(template: str) -> None:
-    assert "takes more than" in (overdoes(template, CALL) or "")
+    assert "takes more than" in (excess(template) or "")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_a_template_without_bounds_is_found_out(template: str) -> None:
     ],
 )
 def test_other_templates_are_left_to_who_uses_them(template: str) -> None:
-    assert overdoes(template, CALL) is None
+    assert excess(template) is None
 
 
 def test_a_prompt_is_not_rendered_by_such_a_template(tmp_path: Path) -> None:
@@ -58,3 +61,12 @@ def test_a_prompt_is_not_rendered_by_such_a_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the chat template takes more than .* for one problem") as caught:
         renderer.token_ids(Problem(id="1", text="1+1", answer="2"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_turns_are_not_rendered_by_one_that_is_so_behind_an_answer(tmp_path: Path, role: str) -> None:
+    shutil.copytree(STUDENT, model := tmp_path / "model")
+    answered = "{% if messages | length > 2 %}" + loops("a text of some length") + "{% endif %}"
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}" + answered)
+    with pytest.raises(DataError, match=r"^environment: the chat template takes more than .* for two turns"):
+        Bridges(Vocabulary.load(model), {}, role=role)

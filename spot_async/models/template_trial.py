@@ -13,6 +13,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CPU_S = 10  # of its own time, so a busy machine counts for nothing
@@ -21,9 +22,22 @@ LONGEST_TEXT = 1 << 24
 TOO_MUCH = 9  # exit code
 
 
+def overdoes(tokenizer: Any, template: str, variables: Mapping[str, Any], messages: Sequence[Any]) -> str | None:
+    """Return what a template takes too much of, when it is rendered for these messages; None if nothing.
+
+    `variables` are those of `apply_chat_template`.
+    """
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    own = {name: value for name, value in variables.items() if name != "chat_template"}
+    try:
+        call = json.dumps({**special, **own, "messages": messages, "add_generation_prompt": True})
+    except (ValueError, TypeError):
+        return None  # said when it is used
+    return _tried(template, call)
+
+
 @functools.lru_cache(maxsize=64)
-def overdoes(template: str, call: str) -> str | None:
-    """Return what a template takes too much of, when it is rendered with `call`'s variables (JSON); None if nothing."""
+def _tried(template: str, call: str) -> str | None:
     done = subprocess.run(
         [sys.executable, "-I", __file__],
         input=json.dumps([template, json.loads(call)]).encode(),
