@@ -1,7 +1,8 @@
 """The backend for any OpenAI-compatible endpoint: a teacher that scores, a model that writes, or both.
 
-`discovery.py` finds out which dialect the endpoint understands, `dialect.py` makes requests in it, and `replies.py`
-reads what comes back. An endpoint takes no weights from us, so as a student it can be evaluated but not trained.
+`openai_discovery.py` finds out which dialect the endpoint understands, `dialect.py` makes requests in it, and
+`replies.py` reads what comes back. An endpoint takes no weights from us, so as a student it can be evaluated but not
+trained.
 """
 
 from __future__ import annotations

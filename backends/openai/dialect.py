@@ -1,6 +1,6 @@
 """The dialects of OpenAI's API: makes request bodies in an endpoint's dialect, and reads its refusals.
 
-Pure. `discovery.py` finds out which dialect an endpoint understands.
+Pure. `openai_discovery.py` finds out which dialect an endpoint understands.
 
 An endpoint that only chats renders messages with its own template. A rendered prompt is turned back into a message only
 if our template makes exactly the same prompt from that, token by token, where a control token that the message spells

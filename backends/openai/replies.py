@@ -2,7 +2,7 @@
 
 Servers differ in how they give a prompt's log-probabilities (echoed tokens, or vLLM's `prompt_logprobs`), and in how
 they name tokens (by id, or by text). Here both become rows: one for each token that the server read, with its own
-log-probability and those of the most likely tokens. `discovery.py` finds out which server does what.
+log-probability and those of the most likely tokens. `openai_discovery.py` finds out which server does what.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every backend finds out about a server at its start: its noise, which kind it is of, how many answer there.
 
 To count servers, each request has a connection of its own, since balancers choose a server for a connection or for a
-request. Backends say where their server tells what only it has. Equal answers prove nothing, so a count is a least one.
+request. Backends say which reply identifies one server. Equal answers prove nothing, so a count is a lower bound.
 """
 
 from __future__ import annotations

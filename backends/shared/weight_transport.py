@@ -1,9 +1,9 @@
 """How published weights reach inference servers: through a directory that both can read, or from process to process.
 
-`WeightTransport` is the protocol of both ways, to which a backend adds what its own server needs. Here are the
-settings, and `WeightSender`, our end of a process group. That is a child process that reads a snapshot's files and
-broadcasts the tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. Backends tell
-their servers to receive.
+Both ways implement `WeightTransport`; each backend adds what its server needs. Here are the settings, and
+`WeightSender`, our end of a process group. That is a child process that reads a snapshot's files and broadcasts the
+tensors (`weight_sender.py`), so that neither torch nor a tensor enters the orchestrator. Backends tell their servers to
+receive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Whether a server holds the weights that it was told to load, by the digests that it reports of its tensors.
 
 A server reports what is in its memory: tensors that it may have joined, padded, split over devices, quantised or
-converted. So while it is known what it holds, it is found out which digests are those of tensors in the files. These
-tensors are the *witnesses*: after each later update their digests must be those of the new files. What is joined or
-split has none. A small model has all its other tensors as witnesses. A large one has its small tensors, such as norms,
-and of each larger kind the first layer's.
+converted. So while its weights are still known, we find which digests match tensors in the files. These tensors are the
+*witnesses*: after each later update their digests must be those of the new files. What is joined or split has none. A
+small model has all its other tensors as witnesses. A large one has its small tensors, such as norms, and of each larger
+kind the first layer's.
 
 Digests are found by trying: SHA-256 (vLLM; SGLang on a CPU: its first 8 bytes), and SGLang's own on a GPU.
 """

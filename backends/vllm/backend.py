@@ -1,6 +1,6 @@
 """The backend for vLLM servers, 0.16 and later.
 
-`client.py` sends requests and reads replies, `discovery.py` finds out what a server can do, and `weights.py` sends
+`client.py` sends requests and reads replies, `vllm_discovery.py` finds out what a server can do, and `weights.py` sends
 weights. Here replies become generations, scores and candidates, with versions and entropies.
 """
 

@@ -1,8 +1,8 @@
 """Shares out the memory of each GPU to the servers that this command starts there, and says who shares one.
 
-`launch.memory_fraction` is a server's share of the whole device: its weights, its workspace, and keys and values. The
-servers themselves would measure what is left for the last: vLLM while others may load, SGLang as a share of what is
-free just then. So each is told the size of its cache, and has the same when it is started again beside the others.
+`launch.memory_fraction` is a server's share of the whole device: its weights, its workspace, and keys and values. Left
+alone, servers size that cache by free memory: vLLM while others may load, SGLang as a share of what is free then. So
+each is told the size of its cache, and has the same when it is started again beside the others.
 
 Which server is on which device is known of those that run here and name devices by number, as the trainer's ranks do.
 Others are in no estimate, and size their caches by themselves.

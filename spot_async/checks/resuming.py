@@ -16,7 +16,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.types import Prompt, PromptSource
 
 DIGEST_BYTES = 16
-# Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it lasts.
+# Keys that may differ when a run is resumed: where it writes, what it shows, how fast it is, how long it lasts.
 MAY_CHANGE = (
     "version",
     "run.directory",

@@ -6,8 +6,8 @@ its place is reserved, a finished prompt never waits for room, so batches in adm
 full queue. Once it is finished, a prompt counts as what it really holds.
 
 Short responses finish first, and taking them first would favour them. So a batch is the next prompts in admission
-order, without those that were given up. If batches refill, those without supervision fill none: they lie between those
-that do, hold no place, and let others start.
+order, without those that were given up. If batches refill, prompts without supervision do not count towards a batch,
+hold no place, and let others start.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ The train pump trains on batches in admission order. The publish pump (`publishi
 student's servers.
 
 `trained` is the trainer's step, `served` that of the weights that new prompts are sampled from. The trainer may be
-`max_staleness` steps ahead of them, and another one while it waits for them. A strict run is one with staleness 0: the
-same code, in which the loops wait for each other.
+`max_staleness` steps ahead, and one more while it waits. A strict run is one with staleness 0: the same code, in which
+the loops wait for each other.
 
 The orchestrator knows neither what a policy computes nor what a backend is. It has no clock of its own, so it runs
 unchanged on the simulator's virtual time.

@@ -201,7 +201,7 @@ class WeightPublisher:
     async def _drained(self, iteration: int, changed: Collection[str]) -> AsyncIterator[None]:
         """Let no request be under way at servers that cannot do both, nor at a teacher that changes.
 
-        So all that a teacher says of a response is of one version. One whom the student's servers stand for changes
+        So all that a teacher says of a response is of one version. One served by the student's servers changes
         each time.
         """
         pauses = []

@@ -1,7 +1,7 @@
 """What a token means to all models of a run, where softmaxes have different widths, or responses different ends.
 
-To end is one decision, whichever token says so: `EndTokens` translates scores and candidates between student and
-teacher, and stages ask the teacher.
+Every end token means one decision, to stop: `EndTokens` swaps the student's and the teacher's in scores and
+candidates.
 
 An id below the narrowest softmax's width means the same to all models. Some model has no row for an id beyond it, so
 such an id is never sampled and never a candidate. Its probability stays where the model put it: every log-probability

@@ -4,7 +4,7 @@ A row is a prompt, by its ordinal. Its state is that of the admission book, with
 a prompt is trained. That follows from the newest manifest (`manifest.py`): batches before its step are trained. So one
 write commits a checkpoint, and no two files have to agree.
 
-Each prompt that ends comes with what was spent until then. So a kill forgets no more of that than what was running.
+Each row of an ended prompt has the spending so far. So a kill loses only the spending of what was running.
 
 Only one fact of a prompt is written once and never changed in a lineage: the number of its batch. It is on disk before
 the batch is trained on. Everything else may be lost with the power, and is then done again.

@@ -1,8 +1,8 @@
 """Keeps the answers of a run's teacher, scores and responses, under the right keys, and replays them without a teacher.
 
 A score's key is a hash of the teacher, the tokens with the boundary of prompt and response, K, the temperature and the
-format. A response's is one of the teacher, the tokens before it, its number among those to them, how it is sampled and
-the format. The teacher is identified in one of two ways:
+format. A response's is one of the teacher, the tokens before it, its sample number, how it is sampled and the format.
+The teacher is identified in one of two ways:
 
 * A server that runs already: by its configured name, the name it gives itself, and the vocabulary.
 * A server that we start: by the contents of its model directory and how it computes (type, the server's arguments).

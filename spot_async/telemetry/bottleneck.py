@@ -7,8 +7,8 @@ staleness: `spot-async simulate` does that.
 
 The report uses this for whole runs, the console for the last minute, in the same words.
 
-In an asynchronous run a "weight update" of the trainer's is a wait until publishing is no further behind than it may
-be. What publishing does meanwhile says why.
+In an asynchronous run, the trainer's "weight update" is its wait for publishing to come within `max_staleness`. What
+publishing does meanwhile says why.
 """
 
 from __future__ import annotations
