@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,38 @@ async def test_equal_tokenizers_train_the_same_weights_through_chunks(
     assert weights[0] == weights[1]
 
 
+async def test_a_response_that_is_cut_into_other_tokens_is_worth_what_the_model_says_of_those(
+    models, tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
+):
+    read, names = OwnTokens.read, spot_async.Vocabulary.load(Path(models["teacher"])).tokenizer.get_vocab()
+    word, letters = names["one"], [names[letter] for letter in "one"]
+
+    def cut(ids: list[int]) -> list[list[int]]:
+        return [letters if token_id == word else [token_id] for token_id in ids]
+
+    def read_in_letters(self: OwnTokens, *given: Any) -> Reading:
+        reading = read(self, *given)
+        parts = cut(reading.ids.tolist())
+        ids, theirs, starts = (
+            np.array([*chain.from_iterable(each)], np.int32)
+            for each in (
+                parts,
+                ([chunk] * len(part) for chunk, part in zip(reading.theirs.tolist(), parts, strict=True)),
+                (range(len(part)) for part in parts),
+            )
+        )
+        return dataclasses.replace(reading, ids=ids, theirs=theirs, their_starts=starts)
+
+    monkeypatch.setattr(OwnTokens, "read", read_in_letters)
+    teacher = {"model": models["teacher"], "tokenizer": "own"}
+    samples = await trained(tmp_path / "run", models, "sampling.max_response_tokens=360", teacher=teacher)
+    assert sum(word in each["response_ids"] for each in samples) > len(samples) / 3
+    others = [each | {"response_ids": [*chain.from_iterable(cut(each["response_ids"]))]} for each in samples]
+    for each, dense in zip(samples, dense_logprobs(models, others), strict=True):
+        ends = np.cumsum([len(part) for part in cut(each["response_ids"])])
+        np.testing.assert_allclose(said_of(each), np.diff(np.cumsum(dense)[ends - 1], prepend=0), atol=1e-3)
+
+
 async def test_a_changed_aligner_asks_for_nothing_that_a_run_has_kept(
     models, tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
 ):
@@ -142,16 +176,9 @@ async def test_advantages_are_nearly_those_of_a_teacher_with_the_students_tokens
         f"max_staleness={staleness}",
         teacher=joined(models),
     )
-    model = AutoModelForCausalLM.from_pretrained(models["teacher"])
-    tokenizer = spot_async.Vocabulary.load(Path(models["student"])).tokenizer
     found, right = [], []
-    for each in samples:
-        said, student, ids = said_of(each), np.array(each["behavior_logprobs"]), each["response_ids"]
-        chat = [{"role": "user", "content": each["problem"]}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        with torch.inference_mode():
-            rows = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-        dense = rows.gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    for each, dense in zip(samples, dense_logprobs(models, samples), strict=True):
+        said, student = said_of(each), np.array(each["behavior_logprobs"])
         chunks = np.array(each["teacher_chunks"])
         teacher, own = chunk_sums(np.nan_to_num(said), chunks), chunk_sums(student, chunks)
         found.append(np.where(np.isnan(said) | (own == 0), 0, (teacher - own) * student / np.where(own == 0, 1, own)))
@@ -198,6 +225,19 @@ async def test_what_a_teacher_with_other_tokens_writes_is_trained_on_as_the_stud
     for ids in (sample["response_ids"] for sample in samples):
         assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
     assert metrics[0]["teacher/accuracy"] > 0.5
+
+
+def dense_logprobs(models: dict[str, str], samples: list[dict[str, Any]]) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield what the teacher's model says, in float64, of each sample's tokens."""
+    model = AutoModelForCausalLM.from_pretrained(models["teacher"], dtype=torch.float64)
+    tokenizer = spot_async.Vocabulary.load(Path(models["student"])).tokenizer
+    for each in samples:
+        chat = [{"role": "user", "content": each["problem"]}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = torch.tensor(each["response_ids"])
+        with torch.inference_mode():
+            rows = model(torch.tensor([prompt + ids.tolist()])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        yield rows.gather(-1, ids[:, None])[:, 0].numpy()
 
 
 def said_of(sample: dict[str, Any]) -> np.ndarray[Any, Any]:
