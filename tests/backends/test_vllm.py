@@ -22,7 +22,6 @@ from vllm_stand_in import (
     V1,
     VOCAB,
     Connect,
-    connecting,
 )
 
 from spot_async.backends.shared.launch import Doorway
@@ -41,16 +40,6 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
-
-
-@pytest.fixture(scope="module")
-def model(random_model: Callable[..., Path]) -> Path:
-    return random_model()
-
-
-@pytest.fixture
-def connect(model: Path, tmp_path: Path) -> Connect:
-    return connecting(model, tmp_path)
 
 
 async def test_a_server_with_the_v2_model_runner_gives_all_candidates_at_once(connect: Connect) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from vllm_stand_in import (
     V0,
     V1,
     Connect,
-    connecting,
 )
 
 from spot_async.backends.vllm.lora import check_flags
@@ -28,17 +25,6 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot
-
-
-@pytest.fixture(scope="module")
-def model(random_model: Callable[..., Path]) -> Path:
-    return random_model()
-
-
-@pytest.fixture
-def connect(model: Path, tmp_path: Path) -> Connect:
-    return connecting(model, tmp_path)
-
 
 UPDATE = [
     "/pause?mode=keep",

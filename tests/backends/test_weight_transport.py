@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,11 +38,6 @@ for shape in shapes:
     dist.broadcast(tensor, 0, group=pg)
     print(float(tensor.double().sum()), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def model(random_model: Callable[..., Path]) -> Path:
-    return random_model()
 
 
 def test_a_server_elsewhere_is_not_told_to_find_us_on_its_own_machine() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from deadlines import soon
 from safetensors.numpy import load_file, save_file
 from structlog.testing import capture_logs
-from vllm_stand_in import V0, V1, Connect, checksums, connecting
+from vllm_stand_in import V0, V1, Connect, checksums
 
 from spot_async.backends.shared import witnesses
 from spot_async.backends.shared.witnesses import Witnesses, file_digests, sglang_on_gpu, sha256, sha256_begin
@@ -22,22 +22,12 @@ NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def model(random_model: Callable[..., Path]) -> Path:
-    return random_model()
-
-
-@pytest.fixture(scope="module")
 def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model after a step."""
     directory = tmp_path_factory.mktemp("other")
     moved = {name: tensor * np.float32(1.5) for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-@pytest.fixture
-def connect(model: Path, tmp_path: Path) -> Connect:
-    return connecting(model, tmp_path)
 
 
 async def test_a_vllm_that_holds_other_weights_than_it_was_told_to_load_stays_paused(connect: Connect, other: Path):
