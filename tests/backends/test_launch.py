@@ -248,6 +248,9 @@ async def test_a_port_that_is_taken_is_refused_with_its_key(tmp_path):
         ({"tensor_parallel_size": 2, "devices": "0"}, "tensor_parallel_size=2 takes as many devices, but devices=0"),
         ({"port": 70000}, "less than or equal to 65535"),
         ({"memory_fraction": 1.5}, "less than or equal to 1"),
+        ({"host": "10.0.0.5"}, "host: only with prefix"),
+        ({"prefix": ["", "ssh"]}, "prefix: its first word is empty"),
+        ({"prefix": ["env"], "environment": {"A B": "1"}}, "'A B' is no name of a variable"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(launch, expected):

@@ -169,19 +169,6 @@ async def test_a_server_on_loopback_of_another_machine_is_refused_unless_its_por
         assert await running.get("/told", dict, deadline=soon())
 
 
-@pytest.mark.parametrize(
-    ("launch", "expected"),
-    [
-        ({"host": "10.0.0.5"}, "host: only with prefix"),
-        ({"prefix": ["", "ssh"]}, "prefix: its first word is empty"),
-        ({"prefix": ["env"], "environment": {"A B": "1"}}, "'A B' is no name of a variable"),
-    ],
-)
-def test_settings_of_a_prefix_that_cannot_work_are_refused(launch, expected):
-    with pytest.raises(pydantic.ValidationError, match=expected):
-        LaunchSettings(python="python", **launch)
-
-
 def test_a_plan_looks_through_each_prefix_before_anything_starts():
     several = [{"python": sys.executable, "prefix": ["env"]}, {"python": "python3", "prefix": ["no-such-ssh", "node2"]}]
     settings = VllmBackend.Settings(launch=several)

@@ -193,35 +193,39 @@ async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_cal
     assert backend._names.reader()("default") == V0
 
 
-@pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"<html>")]])
-async def test_a_server_of_another_kind_is_told_from_sglang(answers: Any, model: Path, tmp_path: Path) -> None:
-    async with connected(model, tmp_path, server_info=answers) as (backend, _):
-        with pytest.raises(ConfigError, match=r"student.backend: student does not answer as SGLang does .* kind: vllm"):
-            await backend.__aenter__()
+NOT_FOUND = [(404, b"{}")]
+PAGE = [(200, b"<html>")]
+
+
+def owned_by(owner: str) -> Any:
+    return ok(data=[{"id": "m", "owned_by": owner}])
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    ("server_info", "models", "said"),
     [
-        (ok(data=[{"id": "m", "owned_by": "vllm"}]), r"\(GET /server_info\), but as vLLM: use kind: vllm$"),
-        (ok(data=[{"id": "m", "owned_by": "spot-async"}]), "but as `spot-async serve`: use kind: local$"),
-        (ok(data=[{"id": "m", "owned_by": "me"}]), "but as an OpenAI-compatible server: use kind: openai$"),
-        ([(404, b"{}")], "for another server use kind: vllm or openai$"),
-        ([(200, b"<html>")], "for another server use kind: vllm or openai$"),
+        (NOT_FOUND, None, r"student.backend: student does not answer as SGLang does .* kind: vllm"),
+        (PAGE, None, r"student.backend: student does not answer as SGLang does .* kind: vllm"),
+        (NOT_FOUND, owned_by("vllm"), r"\(GET /server_info\), but as vLLM: use kind: vllm$"),
+        (NOT_FOUND, owned_by("spot-async"), "but as `spot-async serve`: use kind: local$"),
+        (NOT_FOUND, owned_by("me"), "but as an OpenAI-compatible server: use kind: openai$"),
+        (NOT_FOUND, NOT_FOUND, "for another server use kind: vllm or openai$"),
+        (NOT_FOUND, PAGE, "for another server use kind: vllm or openai$"),
+        # vLLM for developers has a server_info too.
+        (
+            ok(vllm_config="model='m'"),
+            owned_by("vllm"),
+            "does not answer as SGLang does .*, but as vLLM: use kind: vllm",
+        ),
+        ([(401, b"{}")], None, "HTTP 401"),  # a refused key says nothing of the kind
     ],
 )
 async def test_what_answers_in_the_place_of_sglang_is_named_with_its_kind(
-    models: Any, said: str, model: Path, tmp_path: Path
+    server_info: Any, models: Any, said: str, model: Path, tmp_path: Path
 ) -> None:
-    async with connected(model, tmp_path, server_info=[(404, b"{}")], **{"v1/models": models}) as (backend, _):
-        with pytest.raises(ConfigError, match=said):
-            await backend.__aenter__()
-
-
-async def test_vllm_for_developers_which_has_a_server_info_too_is_named(model: Path, tmp_path: Path) -> None:
-    replies = {"server_info": ok(vllm_config="model='m'"), "v1/models": ok(data=[{"id": "m", "owned_by": "vllm"}])}
+    replies = {"server_info": server_info} | ({"v1/models": models} if models else {})
     async with connected(model, tmp_path, **replies) as (backend, _):
-        with pytest.raises(ConfigError, match=r"does not answer as SGLang does .*, but as vLLM: use kind: vllm"):
+        with pytest.raises(ConfigError, match=said):
             await backend.__aenter__()
 
 
@@ -229,17 +233,11 @@ async def test_vllm_for_developers_which_has_a_server_info_too_is_named(model: P
 async def test_other_kinds_name_an_sglang_that_answers_in_their_place(
     kind: Any, asked: str, model: Path, tmp_path: Path
 ) -> None:
-    stand_in = StandIn({"/v1/models": ok(data=[{"id": "m", "owned_by": "sglang"}])})
+    stand_in = StandIn({"/v1/models": owned_by("sglang")})
     with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
         settings = kind.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         backend = kind(settings, role="teacher", model=str(model), run_directory=tmp_path)
         with pytest.raises(ConfigError, match=rf"\(GET {asked}\), but as SGLang: use kind: sglang$"):
-            await backend.__aenter__()
-
-
-async def test_a_key_that_sglang_refuses_is_no_other_kind_of_server(model: Path, tmp_path: Path) -> None:
-    async with connected(model, tmp_path, server_info=[(401, b"{}")]) as (backend, _):
-        with pytest.raises(ConfigError, match="HTTP 401"):
             await backend.__aenter__()
 
 

@@ -271,19 +271,11 @@ def test_a_long_run_keeps_the_trainers_track_and_ever_fewer_requests(tmp_path, m
     assert "keeps those of one iteration in 2" in json.dumps(events)
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path):
-    path = tmp_path / "trace.json"
-    path.symlink_to("/dev/full")
+@pytest.mark.parametrize("spoil", [lambda path: path.symlink_to("/dev/full"), lambda path: path.mkdir()])
+def test_a_file_that_takes_no_trace_ends_the_trace_and_not_the_run(tmp_path, spoil):
+    spoil(tmp_path / "trace.json")
     run = spot_run(iterations=2, batch_size=4)
-    traced(path, run)
-    assert run.orchestrator.state.iteration == 2
-
-
-def test_a_file_that_cannot_be_opened_leaves_a_run_without_a_trace(tmp_path):
-    path = tmp_path / "trace.json"
-    path.mkdir()
-    run = spot_run(iterations=2, batch_size=4)
-    traced(path, run)
+    traced(tmp_path / "trace.json", run)
     assert run.orchestrator.state.iteration == 2
 
 
