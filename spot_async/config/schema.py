@@ -390,7 +390,7 @@ class Config(Section):
             )
         if self.environment is not None and self.own_tokenizers:
             raise ValueError(
-                f"environment: {self.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/not-built.md)"
+                f"environment: {self.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/coming-from.md)"
             )
         if self.environment is not None and self.evaluation is not None and self.evaluation.thinking_tokens:
             raise ValueError("evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut")
@@ -482,7 +482,7 @@ class Config(Section):
     def refuse_environment(self, what: str) -> None:
         """Raise ConfigError if there is an environment, for a command that asks single turns."""
         if self.environment is not None:
-            raise ConfigError(f"environment: {what} is not built beside it (docs/not-built.md): leave one of them out")
+            raise ConfigError(f"environment: {what} is not built beside it (docs/coming-from.md): leave one of them out")
 
     @property
     def environment_columns(self) -> list[str]:

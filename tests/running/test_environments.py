@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "a teacher with another tokenizer": (
         ["environment.object=text_worlds:Again", "teacher.tokenizer=own"],
-        ["environment: teacher.tokenizer=own is not built beside it (docs/not-built.md)"],
+        ["environment: teacher.tokenizer=own is not built beside it (docs/coming-from.md)"],
     ),
     "a budget of thinking": (
         ["environment.object=text_worlds:Again", "evaluation.thinking_tokens=8", "evaluation.thinking=true"],
