@@ -68,7 +68,7 @@ SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
 # turned.
 ALIKE = (
     *("cal_opd", "paced", "pw_opsd", "reopold", "rethinking_opd", "rlsd", "speculative_kd", "ta_opd"),
-    *("tropd", "veto", "vopd", "iw_opd", "demystifying_opd", "sg_opd", "distillm_2", "fast_opd"),
+    *("tropd", "veto", "iw_opd", "demystifying_opd", "sg_opd", "distillm_2", "fast_opd"),
 )
 # What they compute of the student is of the one in training. That of TIP is compared in the others, these are long.
 REVISED = (
