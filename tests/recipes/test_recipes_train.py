@@ -35,27 +35,21 @@ SMALL = [
     "training.warmup_iterations=0",
     "sampling.max_response_tokens=64",
 ]
+WHOLE_ROWS = (
+    *("teacher_average", "guided_prefix", "opsd", "sdft", "speculative_kd", "tropd"),
+    *("paced", "taid", "veto", "vopd", "distillm_2"),
+)
 OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
+    **{name: [f"policy.top_k={WHOLE}"] for name in WHOLE_ROWS},
     "dapo": ["policy.samples=2", "training.batch_size=6", "training.mini_batch_size=6", "training.refill_at_most=9"],
     "mopd": ["policy.route={odd: short, even: long}"],
-    "teacher_average": [f"policy.top_k={WHOLE}"],
     "gkd": [f"policy.top_k={WHOLE}", "policy.beta=0.3"],
-    "guided_prefix": [f"policy.top_k={WHOLE}"],
-    "opsd": [f"policy.top_k={WHOLE}"],
     "pw_opsd": [f"policy.top_k={WHOLE}", "policy.power=0.5"],
-    "sdft": [f"policy.top_k={WHOLE}"],
     "sdpo": [f"policy.top_k={WHOLE}", "policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"],
-    "speculative_kd": [f"policy.top_k={WHOLE}"],
     "reopold": ["policy.mixture=0.3", "policy.share=0.5"],
     "ta_opd": [f"policy.top_k={WHOLE}", "policy.candidates=2", "policy.mass=0.8"],
-    "tropd": [f"policy.top_k={WHOLE}"],
-    "paced": [f"policy.top_k={WHOLE}"],
-    "taid": [f"policy.top_k={WHOLE}"],
-    "veto": [f"policy.top_k={WHOLE}"],
-    "vopd": [f"policy.top_k={WHOLE}"],
     "sg_opd": ["policy.gates=[1.8,0.5]"],
     "uni_opd": ["policy.margin=2.0"],
-    "distillm_2": [f"policy.top_k={WHOLE}"],
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
