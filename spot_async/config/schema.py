@@ -482,7 +482,7 @@ class Config(Section):
     def refuse_environment(self, what: str) -> None:
         """Raise ConfigError if there is an environment, for a command that asks single turns."""
         if self.environment is not None:
-            raise ConfigError(f"environment: {what} is not built beside it (docs/coming-from.md): leave one of them out")
+            raise ConfigError(f"environment: {what} is not built beside it (docs/coming-from.md): leave one out")
 
     @property
     def environment_columns(self) -> list[str]:
