@@ -9,6 +9,8 @@ decoding.
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any, TypeVar, get_origin
 
 import msgspec
@@ -41,6 +43,7 @@ def _decode_array(expected: type, value: Any) -> object:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_making = threading.Lock()
 
 
 def encode(message: object) -> bytes:
@@ -52,6 +55,13 @@ def decode(data: bytes | memoryview, type_: type[T]) -> T:
     """Decode and validate. Raises `msgspec.ValidationError` or `msgspec.DecodeError` on bad input."""
     decoder = _decoders.get(type_)
     if decoder is None:
-        decoder = _decoders[type_] = msgspec.msgpack.Decoder(type_, dec_hook=_decode_array)
+        with _making:  # a thread that collects garbage meanwhile would look at msgspec's half-made view of the type
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                decoder = _decoders[type_] = msgspec.msgpack.Decoder(type_, dec_hook=_decode_array)
+            finally:
+                if was_enabled:
+                    gc.enable()
     result: T = decoder.decode(data)
     return result
