@@ -1,6 +1,6 @@
 """Computes intervals that surely contain the acquisition score, when servers give only a top-k of each row.
 
-Pure numpy in float64. It selects nothing.
+Pure numpy in float64. It selects nothing. docs/methods.md, "Where whole distributions are not served".
 
 Noise. A server that computes the same row twice (in another batch, with another kernel) gives two slightly different
 distributions. The *served* row is one of them. The row that *counts*, from which the exact selection would be made, is

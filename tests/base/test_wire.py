@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -58,3 +59,19 @@ def test_an_array_that_is_kept_keeps_nothing_else_of_its_message_in_memory():
     kept = wire.decode(message, TokenScores).logprobs
     message.clear()  # raises BufferError while anybody looks into it
     np.testing.assert_array_equal(kept, tokens)
+
+
+def test_no_garbage_is_collected_while_a_decoder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fresh(msgspec.Struct):
+        number: int
+
+    make, collecting = msgspec.msgpack.Decoder, list[bool]()
+
+    def making(*given: Any, **named: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return make(*given, **named)
+
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", making)
+    assert wire.decode(wire.encode(Fresh(1)), Fresh) == Fresh(1)
+    assert collecting == [False]
+    assert gc.isenabled()
