@@ -72,7 +72,9 @@ async def test_equal_tokenizers_train_the_same_weights_through_chunks(
         monkeypatch.setattr(OwnTokens, "read", lambda *given, called=called: called.append(1) or read(*given))
         teacher = {"model": models["padded"], "tokenizer": tokenizer}
         # A response that is cut off has a last chunk that is unknown, so none is here.
-        samples = await trained(tmp_path / tokenizer, models, "sampling.max_response_tokens=360", teacher=teacher)
+        samples = await trained(
+            tmp_path / tokenizer, models, "training.iterations=5", "sampling.max_response_tokens=360", teacher=teacher
+        )
         assert bool(called) == (tokenizer == "own")
         assert {each["finish_reason"] for each in samples} == {"stop"}
         weights.append((tmp_path / tokenizer / "student" / "model.safetensors").read_bytes())
