@@ -294,7 +294,7 @@ class SpotPolicy:
             rollout.token_ids,
             positions.astype(np.int32),
             scores.topk_ids[positions, top],
-            version=rollout.version_spans[0].version,
+            version=rollout.version_spans[0].version,  # of all spans, where weights do not change within a response
         )
         parts = self._score.parts(scores.topk_logprobs[positions, top], student_logprobs, scores.entropy[positions])
         return student_logprobs, parts

@@ -48,7 +48,7 @@ from .excerpts import UNREADABLE, is_page, page_text
 ERROR_EXCERPT_CHARACTERS = 300
 SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
 PAGE_HEAD_BYTES = 256
-THROTTLED = (429, 503, 529)
+THROTTLED = (429, 503, 529)  # servers say 503 while they are full or start, and that is over by waiting, too
 # 4xx that pass: timeouts, a lock that another request holds, a request that came too early.
 TRANSIENT = (408, 409, 425)
 NOT_IMPLEMENTED = (501, 505)

@@ -33,7 +33,7 @@ MAY_CHANGE = (
     "training.epochs",
     "training.iterations",
     "training.schedule_iterations",
-    "training.ranks",
+    "training.ranks",  # these move last bits, as another machine does
     "training.sharding",
     "training.device",
     "training.threads",

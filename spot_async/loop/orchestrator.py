@@ -284,7 +284,7 @@ class Orchestrator:
             times = PhaseTimes()
             phase = self._phases.begin(number, "wait for batch")
             batch = await self._next_batch()
-            self._check_dead_share()
+            self._check_dead_share()  # earlier failures count as soon as a batch has finished
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]

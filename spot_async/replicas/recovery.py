@@ -191,7 +191,7 @@ class Recovery(Generic[B]):
         except SpotError as error:  # among others, it may say itself that it must be started again
             self._log.warning("replica took no weights", error=str(error))
             return False
-        replica.life.move(State.HALF_OPEN, _now_s())
+        replica.life.move(State.HALF_OPEN, _now_s())  # on trial, as the process is the one that had stopped
         return True
 
     async def _enter_again(self, error: SpotError) -> None:

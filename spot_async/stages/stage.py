@@ -398,7 +398,7 @@ class Stage(Generic[S]):
             pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
             pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
             pending.paused_s += delay_s
-            if pending.paused_s > (1.0 + RETRY_AFTER_SPREAD) * LONGEST_PAUSE_S:
+            if pending.paused_s > (1.0 + RETRY_AFTER_SPREAD) * LONGEST_PAUSE_S:  # one pause may be as long as that
                 return None
         if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
             return None

@@ -295,7 +295,7 @@ class BoundStages:
         version: WeightVersion | None = None,
     ) -> FloatArray:
         expected = None if self._stages.settings.weights_may_change else version
-        is_token = candidate_ids != NO_TOKEN
+        is_token = candidate_ids != NO_TOKEN  # an empty place asks about the first one, and its answer is thrown away
         asked = np.where(is_token, candidate_ids, np.maximum(candidate_ids[:, :1], 0))
         logprobs: FloatArray = await self._requests.ask(
             self._stages.candidates,

@@ -144,9 +144,9 @@ def _judge(times: RunTimes) -> Bottleneck:
                 "fuller forward passes: raise training.micro_batch_tokens as far as memory allows",
             ),
         )
-    if update >= UPDATE_BOUND and update >= wait / 2 and any(times.publish_s.get(phase) for phase in PUBLISHES):
-        return _judge_publishing(times.publish_s, update)
-    if update >= UPDATE_BOUND and update >= wait / 2:
+    if update >= max(UPDATE_BOUND, wait / 2):  # a wait of twice that is better spoken of
+        if any(times.publish_s.get(phase) for phase in PUBLISHES):
+            return _judge_publishing(times.publish_s, update)
         return Bottleneck(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
             (PUBLISHES["update weights"],),
