@@ -10,13 +10,15 @@ import pytest
 from faults.run import faulty_run
 from faults.stateful_trainer import StatefulTrainer
 from joined_policy import TakesTurns
-from simulated_methods import explained, failure
+from simulated_methods import explained, failure, played
 
 from spot_async import terms
+from spot_async.loop import orchestrator
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.replicas.weights import Weights
-from spot_async.stages.stage import Stage
+from spot_async.stages.prompt_episodes import PromptEpisodes
+from spot_async.stages.stage import Stage, StageCounters
 from spot_async.types import Supervision
 
 SEEDS = range(300)
@@ -40,6 +42,11 @@ def test_the_invariants_hold_for_responses_that_two_models_wrote_in_turns(max_st
     runs = [faulty_run(seed, TakesTurns(), max_staleness=max_staleness).run for seed in range(8)]
     spans = [span for run in runs for each in run.trained for span in each.version_spans]
     assert {span.version is None for span in spans} == {False, True}
+
+
+def test_the_invariants_hold_over_turns_with_an_environment_that_dies_hangs_or_answers_twice():
+    """Each seed runs twice, and is the same. `make fault-soak` has 2,000 of them."""
+    assert [how for seed in range(45) if (how := explained(seed, plays=True))] == []
 
 
 # Each of these breaks the code on purpose.
@@ -175,4 +182,34 @@ def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch)
     mutate(monkeypatch)
     seeds = [SHOWN_BY.get(mutate, 0), *range(1, 100)]  # the first one is enough, while seeds mean the same
     found = next(error for seed in seeds if (error := failure(seed)) is not None)
+    assert re.match(noticed, str(found)), found
+
+
+def tell_an_environment_of_a_step_twice(monkeypatch):
+    act = PromptEpisodes._act
+    monkeypatch.setattr(
+        PromptEpisodes, "_act", lambda episodes, steps, action: act(episodes, steps[:1] + steps, action)
+    )
+
+
+def teach_what_was_read(monkeypatch):
+    monkeypatch.setattr(terms, "sampled_tokens", lambda response: terms.counted_tokens(response) | True)
+    monkeypatch.setattr(orchestrator, "check_feed", lambda *arguments, **more: None)
+
+
+def count_no_failures(monkeypatch):
+    monkeypatch.setattr(StageCounters, "count_failure", lambda counters, failed: None)
+
+
+@pytest.mark.parametrize(
+    ("noticed", "mutate"),
+    [
+        ("I16: .* is told", tell_an_environment_of_a_step_twice),
+        ("I16: .* are taught", teach_what_was_read),
+        ("I16: .* are counted", count_no_failures),
+    ],
+)
+def test_a_run_that_wrongs_an_environment_is_noticed(noticed, mutate, monkeypatch):
+    mutate(monkeypatch)
+    found = next(error for seed in range(100) if (error := failure(seed, run=played)) is not None)
     assert re.match(noticed, str(found)), found

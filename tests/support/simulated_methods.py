@@ -1,6 +1,7 @@
 """Runs the five methods over simulated servers with faults, for many seeds.
 
     python simulated_methods.py --seeds 2000 --processes 2     look for a seed that fails
+    python simulated_methods.py --seeds 2000 --plays           ... over turns with an environment that has faults too
     python simulated_methods.py --seed 17 --faults 0,3         replay one, with two of its faults
 
 The seed decides the method and the staleness too. Each failing seed is shrunk to the faults that it needs, and printed
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import get_context
 
-from faults.plan import MOST_FAULTS, Fault, planned_faults
+from faults.invariants import require
+from faults.plan import MOST_FAULTS, AnswersFault, Fault, planned_answers, planned_faults
 from faults.run import FaultyRun, faulty_run
 from shrunk import shrunk
 
+from spot_async.policies.distill import DistillPolicy
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -36,7 +39,9 @@ METHODS: tuple[Callable[[], Policy], ...] = (
     lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True), samples=4),
     lambda: make_policy(KdPolicy),
 )
+PLAYING = (*METHODS[:4], lambda: make_policy(DistillPolicy, support="student", top_k=8, divergence="reverse_kl"))
 STALENESS = (0, 1, 2)
+Run = Callable[[int, Sequence[Fault] | None], FaultyRun]
 
 
 def run(seed: int, faults: Sequence[Fault] | None = None, **more: object) -> FaultyRun:
@@ -44,7 +49,27 @@ def run(seed: int, faults: Sequence[Fault] | None = None, **more: object) -> Fau
     return faulty_run(seed, method(), max_staleness=max_staleness, faults=faults, **more)  # type: ignore[arg-type]
 
 
-def failure(seed: int, faults: Sequence[Fault] | None = None) -> Exception | None:
+def played(seed: int, faults: Sequence[Fault] | None = None) -> FaultyRun:
+    """Run over turns with an environment, twice. Raises `InvariantError` if one of these does not hold:
+
+    I17 a seed means one run; and with n = 0, answers that failed and came after all change nothing in it
+    """
+    method, max_staleness = PLAYING[seed % 5], STALENESS[seed // 5 % 3]
+    faults = planned_answers(seed) if faults is None else faults
+
+    def once(faults: Sequence[Fault]) -> FaultyRun:
+        return faulty_run(seed, method(), max_staleness=max_staleness, faults=faults, plays=True)
+
+    found, again = once(faults), once(faults)
+    is_same = (found.seconds, found.weights) == (again.seconds, again.weights)
+    require(is_same, "I17", "another run of the same seed is another run")
+    only_answers = all(isinstance(fault, AnswersFault) for fault in faults)
+    if faults and only_answers and max_staleness == 0 and not found.error and not found.run.journal.dead:
+        require(found.weights == once(()).weights, "I17", "its weights are others than without faults")
+    return found
+
+
+def failure(seed: int, faults: Sequence[Fault] | None = None, run: Run = run) -> Exception | None:
     """Return what is wrong with a run; None if all is well."""
     try:
         run(seed, faults)
@@ -53,21 +78,23 @@ def failure(seed: int, faults: Sequence[Fault] | None = None) -> Exception | Non
     return None
 
 
-def explained(seed: int, most: int = MOST_FAULTS) -> str:
+def explained(seed: int, most: int = MOST_FAULTS, *, plays: bool = False) -> str:
     """Return how a seed fails with as few of its faults as possible, and how to replay that; empty if it does not."""
-    planned = planned_faults(seed, most)
-    if failure(seed, planned) is None:
+    plan, own_run = (planned_answers, played) if plays else (planned_faults, run)
+    planned = plan(seed, most)
+    if failure(seed, planned, own_run) is None:
         return ""
-    needed = shrunk(planned, lambda faults: failure(seed, faults) is not None)
-    error = failure(seed, needed)
+    needed = shrunk(planned, lambda faults: failure(seed, faults, own_run) is not None)
+    error = failure(seed, needed, own_run)
     numbers = ",".join(str(fault.number) for fault in needed) or "none"
     how = "; ".join(getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}\n{how}\n  python {__file__} --seed {seed} --most {most} --faults {numbers}"
+    again = f"--seed {seed} --most {most} --faults {numbers}{' --plays' if plays else ''}"
+    return f"{type(error).__name__}: {error}\n{how}\n  python {__file__} {again}"
 
 
-def failures(most: int, seeds: Iterable[int]) -> dict[int, str]:
+def failures(most: int, plays: bool, seeds: Iterable[int]) -> dict[int, str]:
     """Return how each of these seeds fails, if it does."""
-    return {seed: how for seed in seeds if (how := explained(seed, most))}
+    return {seed: how for seed in seeds if (how := explained(seed, most, plays=plays))}
 
 
 def main() -> int:
@@ -78,14 +105,15 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=MOST_FAULTS, help="the most faults of a run")
     parser.add_argument("--seed", type=int, help="replay this one, and show where it fails")
     parser.add_argument("--faults", help="numbers of its faults, as 0,3, or none; without this all of them")
+    parser.add_argument("--plays", action="store_true", help="over turns with an environment, which has faults too")
     given = parser.parse_args()
     if given.seed is not None:
-        return _replay(given.seed, given.most, given.faults)
+        return _replay(given.seed, given.most, given.faults, given.plays)
     seeds = range(given.first, given.first + given.seeds)
     shards = [seeds[i : i + 50] for i in range(0, len(seeds), 50)]
     wrong = 0
     with get_context("spawn").Pool(given.processes) as pool:
-        for found in pool.imap(partial(failures, given.most), shards):
+        for found in pool.imap(partial(failures, given.most, given.plays), shards):
             for seed, how in found.items():
                 wrong += 1
                 sys.stdout.write(f"seed {seed}: {how}\n")
@@ -93,13 +121,14 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _replay(seed: int, most: int, numbers: str | None) -> int:
-    faults = planned_faults(seed, most)
+def _replay(seed: int, most: int, numbers: str | None, plays: bool) -> int:
+    plan, own_run = (planned_answers, played) if plays else (planned_faults, run)
+    faults = plan(seed, most)
     if numbers is not None:
         wanted = [int(number) for number in numbers.split(",") if number != "none"]
         faults = [fault for fault in faults if fault.number in wanted]
     try:
-        found = run(seed, faults)
+        found = own_run(seed, faults)
     except Exception:  # noqa: BLE001 - shown
         traceback.print_exc()
         return 1

@@ -13,6 +13,7 @@
     I9  with n = 0 all tokens of a batch are of the weights that it updates, and no prompt runs beside an evaluation
     I15 what a teacher that follows the student says for batch b is of what it had with the student's weights of one of
         steps b - n to b, and of what its version names
+    I16 an environment is told what it has answered, and its answers are in no term
 
 It knows no fault. It listens to a run's events, and looks at the book and the servers whenever one comes.
 """
@@ -32,6 +33,7 @@ from spot_async.base.events import Event
 from spot_async.config import FollowsConfig
 from spot_async.loop.admission import PromptState
 from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, WeightsServed
+from spot_async.models.responses import counted_tokens
 from spot_async.protocols import WeightSink
 from spot_async.testing.services import any_lineage
 from spot_async.trainer.feed_check import sampled_spans, teacher_versions
@@ -217,6 +219,20 @@ class Invariants:
                 is_live = {span.version.step for span in spans} == {step}
                 require(is_live, "I9", f"prompt {each.prompt_ordinal} of batch {step} has {spans}")
             self._check_teacher(step, each, weights)
+            self._check_read(each)
+
+    def _check_read(self, each: Supervision) -> None:
+        read = np.flatnonzero(~counted_tokens(each))
+        if not len(read):
+            return
+        keys, who = [*prefixes(each.prompt_ids, each.response_ids)], f"prompt {each.prompt_ordinal}"
+        sampled = [position for position in read if keys[position] in self.witnessed]
+        require(not sampled, "I16", f"{who}: tokens {sampled} are said to be read, and the student sampled them")
+        taught = [targets.positions for targets in each.soft_targets]
+        if each.has_policy_term:
+            taught.append(read if each.policy_mask is None else np.flatnonzero(each.policy_mask))
+        wrong = np.intersect1d(read, np.concatenate(taught)) if taught else read[:0]
+        require(not len(wrong), "I16", f"{who}: tokens {wrong} are taught, and were only read")
 
     def _check_teacher(self, step: int, each: Supervision, weights: Sequence[str]) -> None:
         versions, follows = teacher_versions(each), self._follows

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from faults.environment import AnswerFault, FaultyEnvironment
 from faults.servers import ReplyFault, SimulatedServer, UpdateFault
 from faults.stateful_trainer import StatefulTrainer, TrainerFault
 from spot_async.base.seeds import derive_seed
@@ -47,6 +48,7 @@ class Scene:
     trainer: StatefulTrainer
     verifier: FaultyVerifier
     teachers_follow: bool = False  # so they get weights too
+    environment: FaultyEnvironment | None = None  # which the student takes turns with
     interrupt: Callable[[], object] = lambda: None  # as a person would
     struck: dict[Fault, str] = field(default_factory=dict)
 
@@ -111,6 +113,14 @@ async def _step(scene: Scene, rng: random.Random, say: Callable[[str], None]) ->
     scene.trainer.faults.append(kind)
 
 
+async def _answer(scene: Scene, rng: random.Random, say: Callable[[str], None]) -> None:
+    kind: AnswerFault = rng.choice(get_args(AnswerFault))
+    times = rng.choice([1, 2, 6, 60])
+    say(f"{times} answers: the environment {kind}")
+    assert scene.environment is not None
+    scene.environment.faults.extend([kind] * times)
+
+
 async def _budget(scene: Scene, rng: random.Random, say: Callable[[str], None]) -> None:
     say("the budget for the teacher is spent")
     for server in scene.teachers:
@@ -136,6 +146,7 @@ SHARES: dict[Strike, float] = {
 # By what a fault does, the errors with which a run may then end early: patterns of both.
 MAY_END = {
     r".*(killed|frozen|takes|replies)": "SpotError: 3 prompts in a row went unanswered",
+    r".*answers: ": "SpotError: 3 prompts in a row went unanswered",
     r".*updates .*: hangs": "DeadlineExceededError",
     r".*updates .*: refused": "TransientError",
     r"the next step: disk full": "TrainerError: cannot publish",
@@ -151,6 +162,8 @@ MAY_KILL = {
     r".*replies .*: nonsense": "PoisonedReplyError",
     r".*replies .*: (server error|reset|cut off)": "TransientError",
     r".*replies .*: (never|late|throttled)": "DeadlineExceededError",
+    r".*answers: .*(dies|is not heard)": "TransientError: the environment",
+    r".*answers: .*hangs": "DeadlineExceededError: environment",
 }
 
 
@@ -164,7 +177,7 @@ class Fault:
     async def strike(self, scene: Scene) -> None:
         """Wait for its time, and do what it does."""
         rng = random.Random(self.seed)
-        (strike,) = rng.choices([*SHARES], [*SHARES.values()])
+        strike = self._choose(rng)
         await asyncio.sleep(rng.expovariate(1.0 / MEAN_S))
         began_s = asyncio.get_running_loop().time()
 
@@ -172,6 +185,17 @@ class Fault:
             scene.struck[self] = f"{what} (fault {self.number}, at {began_s:.1f} s)"
 
         await strike(scene, rng, say)
+
+    def _choose(self, rng: random.Random) -> Strike:
+        (strike,) = rng.choices([*SHARES], [*SHARES.values()])
+        return strike
+
+
+class AnswersFault(Fault):
+    """One thing that goes wrong with the environment."""
+
+    def _choose(self, rng: random.Random) -> Strike:
+        return _answer
 
 
 def explained(error: SpotError, struck: Iterable[str], by: Mapping[str, str]) -> bool:
@@ -184,6 +208,13 @@ def planned_faults(seed: int, most: int = MOST_FAULTS) -> list[Fault]:
     """Return the faults of a run's seed."""
     number = random.Random(derive_seed(seed, "faults")).randint(0, most)
     return [Fault(i, derive_seed(seed, "fault", i)) for i in range(number)]
+
+
+def planned_answers(seed: int, most: int = MOST_FAULTS) -> list[Fault]:
+    """Return the faults of a run that plays episodes: at least one of its environment, in half of the runs no other."""
+    others = planned_faults(seed, most) if seed % 2 else []
+    number = random.Random(derive_seed(seed, "answers")).randint(1, max(1, most))
+    return others + [AnswersFault(len(others) + i, derive_seed(seed, "answer", i)) for i in range(number)]
 
 
 async def kept_running(server: SimulatedServer, rng: random.Random) -> None:

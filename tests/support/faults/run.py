@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -22,6 +22,7 @@ import structlog
 from limits import same_limits
 from ready_order import run_shuffled
 
+from faults.environment import FaultyEnvironment
 from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require, whole_response
 from faults.plan import (
     MAY_END,
@@ -45,10 +46,17 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.services import TeacherService
+from spot_async.stages.services import EnvironmentService, TeacherService
 from spot_async.stages.stage import Stage, StageLimits
+from spot_async.testing.environments import simulated_environment
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
-from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts, simulated_turn_ids
+from spot_async.testing.simulation import (
+    SimulatedRun,
+    make_run,
+    simulated_prompts,
+    simulated_turn_ids,
+    simulated_vocabulary,
+)
 from spot_async.types import Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 LONGEST_S = 1e5  # of a run on virtual time: one that takes longer goes nowhere
@@ -67,6 +75,12 @@ class FaultyRun:
     error: SpotError | None
     logs: Sequence[Mapping[str, Any]]
 
+    @property
+    def weights(self) -> Sequence[str]:
+        """By step: each a digest of those before it and of what was trained."""
+        weights: Sequence[str] = self.run.trainer.weights
+        return weights
+
 
 def faulty_run(
     seed: int,
@@ -76,14 +90,17 @@ def faulty_run(
     faults: Sequence[Fault] | None = None,
     listeners: Sequence[Listener] = (),
     follows: FollowsConfig | None = None,
+    plays: bool = False,
 ) -> FaultyRun:
     """Run `policy` with the faults that the seed plans, or with `faults` of these. Its teacher may follow the student.
+
+    Where it `plays`, the student takes turns with an environment.
 
     Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
     """
     faults = planned_faults(seed) if faults is None else faults
     with scratch_directory() as directory, structlog.testing.capture_logs() as logs:
-        drill = Drill(seed, policy, max_staleness, faults, directory, follows=follows)
+        drill = Drill(seed, policy, max_staleness, faults, directory, follows=follows, plays=plays)
         try:
             return run_shuffled(drill.run(listeners, logs), seed)
         except Exception as error:
@@ -111,6 +128,7 @@ class Drill:
         witnessed: Witnessed | None = None,
         follows: FollowsConfig | None = None,
         refill_at_most: int | None = None,
+        plays: bool = False,
     ) -> None:
         """Make a run with weights in `directory`. `line`, `unpaid` and `witnessed` are those of earlier parts of it."""
         rng = random.Random(derive_seed(seed, "run"))
@@ -174,6 +192,13 @@ class Drill:
         )
         self._attaches = rng.random() < 0.4
         self._sleeps = max_staleness == 0 and rng.random() < 0.2
+        self._environment: EnvironmentService | None = None
+        self._attempt_timeout_s: float | None = None
+        if plays:
+            self.scene.environment = FaultyEnvironment(latency_s=rng.choice([0.01, 1.0]))
+            played = simulated_environment(simulated_vocabulary())
+            self._environment = replace(played, server=self.scene.environment)
+            self._attempt_timeout_s = rng.choice([None, REQUEST_TIMEOUT_S / 2])  # or no hanging one is asked again
 
     async def run(self, listeners: Sequence[Listener], logs: Sequence[Mapping[str, Any]]) -> FaultyRun:
         loop = asyncio.get_running_loop()
@@ -209,6 +234,11 @@ class Drill:
         for ordinal, error in run.journal.dead.items():
             known = explained(error, self.scene.struck.values(), MAY_KILL)
             require(known, "I8", f"no fault explains the death of prompt {ordinal}: {type(error).__name__}: {error}")
+        if self.scene.environment is not None:
+            counters = run.stages.environment.counters
+            failed = counters.retried + counters.failed
+            counted = counters.transient == failed >= self.scene.environment.raised
+            require(counted, "I16", f"{self.scene.environment.raised} answers failed, and {counters} are counted")
         if not is_early:
             self.check_evaluations([each.iteration for each in run.journal.evaluated])
 
@@ -295,6 +325,7 @@ class Drill:
                 for role, each in teachers.items()
             },
             verifier=self.scene.verifier,
+            environment=self._environment,
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
             evaluation=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
@@ -304,7 +335,9 @@ class Drill:
             teacher_sinks={} if self.follows is None else {"teacher": OneUpdateAtATime(teacher)},
             teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             capabilities={"student": offers} | dict.fromkeys(teachers, capabilities(VOCAB_SIZE)),
-            limits=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
+            limits=same_limits(
+                timeout_s=REQUEST_TIMEOUT_S, attempt_timeout_s=self._attempt_timeout_s, concurrency=self._concurrency
+            ),
             seed=self.seed,
             iterations=self.iterations,
             batch_size=self.batch_size,
