@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from recipes import simulated_recipe
 
+from spot_async.config import SamplingConfig
 from spot_async.errors import ContractError
 from spot_async.models.episodes import Action, Call, Observation, Step
 from spot_async.models.responses import counted_tokens
@@ -20,10 +23,11 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.stages.episode import NOTHING_BEFORE, Rules, play
 from spot_async.testing import generation, make_policy, make_run, policy_context, simulated_run
-from spot_async.testing.environments import simulated_environment
-from spot_async.testing.services import END_TOKEN, SimulatedStudent
+from spot_async.testing.environments import SimulatedEnvironment, simulated_environment
+from spot_async.testing.services import END_TOKEN, Latency, SimulatedStudent, SimulatedTrainer, rng_of
 from spot_async.testing.simulation import simulated_prompts, simulated_vocabulary
-from spot_async.types import Generation, IntArray, Sample
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.types import Generation, IntArray, Sample, SamplingSettings
 
 VOCABULARY = simulated_vocabulary()
 OTHER_END = 0
@@ -166,22 +170,66 @@ def test_every_method_learns_from_episodes_as_it_is(name: str, max_staleness: in
         assert sum(len(each.soft_targets) for each in trained) > 0
 
 
-class Noting(SimulatedStudent):
-    """Notes the session of each request."""
+class Long(SimulatedStudent):
+    """Says `parts` turns' worth at once. Where it `waits`, it gives replies as late as the protocol allows: those of a
+    session that were asked for together come together."""
 
-    async def generate(self, *given: Any, session: str | None = None, **others: Any) -> Generation:
-        self.sessions = {*getattr(self, "sessions", ()), session}
-        return await super().generate(*given, session=session, **others)
+    def __init__(self, parts: int, *, waits: bool) -> None:
+        super().__init__(latency=Latency(per_token_s=0.02, spread=0.0), mean_tokens=30)
+        self.parts, self.waits = parts, waits
+        self.asked: dict[str | None, list[asyncio.Task[Generation]]] = {}  # at this moment, by session
+
+    async def generate(
+        self, prompt_ids: IntArray, sampling: SamplingSettings, *, session: str | None = None, **others: Any
+    ) -> Generation:
+        if not self.waits:
+            return await self._said(sampling)
+        together = self.asked.setdefault(session, [])
+        own = asyncio.create_task(self._said(sampling))
+        together.append(own)
+        await asyncio.sleep(0)
+        self.asked.pop(session, None)
+        await asyncio.wait(together)
+        return own.result()
+
+    async def _said(self, sampling: SamplingSettings) -> Generation:
+        version, rng = self.version, rng_of(sampling.seed, self.version.step)
+        tokens = int(rng.geometric(1 / self.mean_tokens, self.parts).sum())
+        await self._work(tokens, rng)
+        return generation([*rng.integers(2, 50, tokens), END_TOKEN], -rng.random(tokens + 1), version=version)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_turn_waits_for_no_other_response(max_staleness: int) -> None:
-    """Replies of one session may wait for each other, and a prompt's responses are played side by side."""
-    student = Noting()
-    environment = simulated_environment(VOCABULARY)
-    given = {"student": student, "environment": environment, "max_staleness": max_staleness, "iterations": 1}
-    run = simulated_run(make_policy(GrpoPolicy, samples=4), **given)
-    assert len(student.sessions) == len(run.journal.results[0].samples)
+class Endless(SimulatedEnvironment):
+    """Never says that an episode is done."""
+
+    async def act(self, *given: Any, **others: Any) -> Observation:
+        return msgspec.structs.replace(await super().act(*given, **others), is_done=False)
+
+
+@pytest.mark.parametrize(("n", "max_staleness"), [(1, 2), (4, 2), (4, 0)])
+def test_no_turn_waits_for_the_longest_response(n: int, max_staleness: int) -> None:
+    """... whatever student it is: one turn of as many tokens is not much faster where no reply waits for another."""
+
+    def seconds_and_tokens(turns: int) -> tuple[float, int]:
+        async def timed() -> tuple[float, int]:
+            played = simulated_environment(VOCABULARY, max_turns=turns) if turns > 1 else None
+            run = make_run(
+                make_policy(GrpoPolicy, samples=n) if n > 1 else make_policy(OpdPolicy),
+                student=Long(4 // turns, waits=turns > 1),
+                environment=played and replace(played, server=Endless()),
+                sampling=SamplingConfig(max_response_tokens=2000),
+                trainer=SimulatedTrainer(step_s=0.1),
+                **{"batch_size": 64, "iterations": 3, "max_staleness": max_staleness},
+            )
+            await run.orchestrator.run()
+            tokens = sum(int(counted_tokens(each).sum()) for each in run.trained)
+            return asyncio.get_running_loop().time(), tokens
+
+        return run_on_virtual_time(timed())
+
+    (alone_s, alone), (turns_s, tokens) = seconds_and_tokens(1), seconds_and_tokens(4)
+    assert tokens == pytest.approx(alone, rel=0.1)
+    assert turns_s < 1.3 * alone_s
 
 
 async def test_a_prefix_has_no_place_in_an_episode() -> None:

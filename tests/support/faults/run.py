@@ -193,12 +193,12 @@ class Drill:
         self._attaches = rng.random() < 0.4
         self._sleeps = max_staleness == 0 and rng.random() < 0.2
         self._environment: EnvironmentService | None = None
-        self._attempt_timeout_s: float | None = None
+        self._attempts = 1  # of a request that hangs
         if plays:
             self.scene.environment = FaultyEnvironment(latency_s=rng.choice([0.01, 1.0]))
             played = simulated_environment(simulated_vocabulary())
             self._environment = replace(played, server=self.scene.environment)
-            self._attempt_timeout_s = rng.choice([None, REQUEST_TIMEOUT_S / 2])  # or no hanging one is asked again
+            self._attempts = rng.choice([1, 4])
 
     async def run(self, listeners: Sequence[Listener], logs: Sequence[Mapping[str, Any]]) -> FaultyRun:
         loop = asyncio.get_running_loop()
@@ -336,7 +336,9 @@ class Drill:
             teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             capabilities={"student": offers} | dict.fromkeys(teachers, capabilities(VOCAB_SIZE)),
             limits=same_limits(
-                timeout_s=REQUEST_TIMEOUT_S, attempt_timeout_s=self._attempt_timeout_s, concurrency=self._concurrency
+                timeout_s=self._attempts * REQUEST_TIMEOUT_S,
+                attempt_timeout_s=REQUEST_TIMEOUT_S,
+                concurrency=self._concurrency,
             ),
             seed=self.seed,
             iterations=self.iterations,
