@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from command import (
     assert_refused,
     error_lines,
     invoke,
+    small_disk,
     train,
 )
 from problem_files import FEW
@@ -352,14 +352,9 @@ def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(ki
     assert all(own == available_cores() for own in trainers)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/filesystems").exists(), reason="mounting needs root")
 @pytest.mark.long
 def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path, monkeypatch, servers_on_threads):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("cannot mount a small file system here")
-    try:
+    with small_disk(tmp_path / "disk", "1500k") as disk:
         run = disk / "run"
         monkeypatch.setenv("SPOT_ASYNC_TEST", "full-disk")
         ended = invoke(monkeypatch, *arguments(run, "training.iterations=500", "training.keep_weights=500"))
@@ -368,8 +363,6 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path, monkeypat
         assert "No space left on device" in line
         assert_nothing_left("SPOT_ASYNC_TEST=full-disk", but=os.getpid())
         assert (run / "student" / "model.safetensors").stat().st_size > 400_000
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def assert_complete(run: Path) -> None:

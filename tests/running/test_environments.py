@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, Command, assert_refused, invoke
+from command import ROOT, Command, assert_refused, invoke, small_disk
 
 import spot_async
 
@@ -116,26 +119,54 @@ def test_what_does_not_go_with_an_environment_is_one_line(name: str, monkeypatch
     assert_refused(invoke(monkeypatch, "train", "configs/quickstart.yaml", "--dry-run", *keys), *expected)
 
 
+KEYS = (
+    "environment.object=text_worlds:Slow",
+    *("training.iterations=4", "training.batch_size=8", "training.mini_batch_size=8"),
+    *("training.warmup_iterations=0", "training.checkpoint_every=1", "evaluation=null"),
+)
+ENDS = {  # and the exit code and words of each
+    "SIGKILL": (-signal.SIGKILL, ""),
+    "Ctrl-C": (130, "stopped by SIGINT; saved: step-"),
+    "a full disk": (1, "error: .*(No space left on device|disk is full)\nsaved: step-"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing ended."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+        assert Command("train", "configs/quickstart.yaml", f"run.directory={run}", *KEYS).finish()[0] == 0
+    return run
+
+
 @pytest.mark.long
-def test_a_run_that_is_killed_in_an_episode_continues_to_the_same_weights(tmp_path: Path) -> None:
-    keys = [
-        "environment.object=text_worlds:Again",
-        *("training.iterations=4", "training.batch_size=8", "training.mini_batch_size=8"),
-        *("training.warmup_iterations=0", "training.checkpoint_every=1", "evaluation=null"),
-    ]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert Command("train", "configs/quickstart.yaml", f"run.directory={whole}", *keys).finish()[0] == 0
-    first = Command("train", "configs/quickstart.yaml", f"run.directory={killed}", *keys)
-    while not (killed / "metrics.jsonl").exists() or len((killed / "metrics.jsonl").read_text().splitlines()) < 2:
-        assert first.process.poll() is None
-        time.sleep(0.05)
-    first.process.send_signal(signal.SIGKILL)
-    first.finish()
-    first.assert_nothing_left()
-    assert Command("train", "--resume", str(killed)).finish()[0] == 0
-    weights = [(run / "student" / "model.safetensors").read_bytes() for run in (whole, killed)]
-    assert weights[0] == weights[1]
-    ids = [
-        sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(run)) for run in (whole, killed)
-    ]
-    assert ids[0] == ids[1]
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_that_ends_in_an_episode_leaves_nothing_and_continues_to_the_same_weights(
+    how: str, whole: Path, tmp_path: Path
+) -> None:
+    code, words = ENDS[how]
+    with small_disk(tmp_path / "disk", "64m") if how == "a full disk" else nullcontext(tmp_path) as disk:
+        run, filler = disk / "run", disk / "filler"
+        first = Command("train", "configs/quickstart.yaml", f"run.directory={run}", *KEYS)
+        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 2:
+            assert first.process.poll() is None, first.finish()
+            time.sleep(0.05)
+        assert any("environments/worker.py" in each for each in first.processes().values())
+        if how == "a full disk":
+            subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], capture_output=True)  # as much as fits
+        else:
+            first.process.send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGINT)
+        ended, _, said = first.finish()
+        assert (ended, "Traceback" in said) == (code, False), said
+        assert re.search(words, said), said
+        first.assert_nothing_left()
+        filler.unlink(missing_ok=True)
+        assert Command("train", "--resume", str(run)).finish()[0] == 0
+        weights = [(each / "student" / "model.safetensors").read_bytes() for each in (whole, run)]
+        assert weights[0] == weights[1]
+        ids = [
+            sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(ran)) for ran in (whole, run)
+        ]
+        assert ids[0] == ids[1]

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,15 @@ def assert_nothing_left(marker: str, but: int) -> None:
 
 
 class Command:
-    """A running `spot-async`; everything it starts carries its marker."""
+    """A running `spot-async`; everything it starts carries its marker, workers too, which get few variables."""
 
     def __init__(self, *arguments: str) -> None:
-        self.marker = f"SPOT_ASYNC_TEST={uuid.uuid4().hex}"
-        name, _, value = self.marker.partition("=")
         scratch = tempfile.mkdtemp(prefix="spot-test-")  # what a killed owner leaves is swept up by `finish`
+        self.marker = f"TMPDIR={scratch}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "spot_async", *arguments],
             cwd=ROOT,
-            env={**os.environ, name: value, "TMPDIR": scratch},
+            env={**os.environ, "TMPDIR": scratch},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -88,6 +88,18 @@ class Command:
 
     def assert_nothing_left(self) -> None:
         assert_nothing_left(self.marker, but=self.process.pid)
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Make a disk at `path` that holds so much. Skips the test where this user may not."""
+    path.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
 
 
 def arguments(run: Path, *overrides: str) -> list[str]:

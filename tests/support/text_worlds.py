@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
@@ -15,6 +16,14 @@ class Again:
     def step(self, action: str) -> tuple[str, float, bool]:
         self.turns += 1
         return f"{self.turns}+2=", 0.5, self.turns >= 2
+
+
+class Slow(Again):
+    """Takes its time, so that a run has turns in flight whenever it ends."""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(0.2)
+        return super().step(action)
 
 
 class Told(Again):
