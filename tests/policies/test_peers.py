@@ -113,7 +113,7 @@ def ours(
     student = torch.tensor(given["student"], dtype=torch.float32, requires_grad=True)
     model = LogitsAsStudent(student, len(prompt.token_ids))
     batch = collate(samples, is_packed=False)
-    sampled, *of_soft_targets = ResponseLogprobs(cast(Any, model), sampling_temperature)(batch)
+    sampled, _, *of_soft_targets = ResponseLogprobs(cast(Any, model), sampling_temperature)(batch)
     logprobs = batch.in_places(sampled)
     batch = batch.with_behavior(logprobs.detach())
     weights = truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, 2.0)

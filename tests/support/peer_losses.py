@@ -1,6 +1,6 @@
 """Runs the distillation losses of other programs on given numbers: `python peer_losses.py NUMBERS.npz FOUND.npz`.
 
-The interpreter is that of an environment with torch and these programs, but nothing that they depend on. So functions
+The interpreter is that of an environment with torch and these programs, but not all that they depend on. So functions
 are executed from their installed source, and what they import is given here. Nothing of spot-async is imported.
 
 Axes: B responses of T tokens at most, V tokens of the vocabulary. Each loss is a mean over all tokens of the responses.
