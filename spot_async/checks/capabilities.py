@@ -91,11 +91,15 @@ def check_capabilities(
 
 
 def check_environment(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError for a policy whose teacher would have to take turns with an environment."""
-    if config.environment is not None and needs.teacher_responses:
+    """Raise ConfigError for a policy that an environment is not made for: its teacher writes, or it probes."""
+    if config.environment is None:
+        return
+    if needs.probes_per_prompt and not config.environment.replayable:
+        raise ConfigError(f"environment: policy {config.policy.kind} probes, which needs environment.replayable")
+    if needs.teacher_responses:
         raise ConfigError(
-            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play (docs/not-"
-            "built.md): take a method that learns from the student's responses"
+            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play "
+            "(docs/coming-from.md): take a method that learns from the student's responses"
         )
 
 

@@ -256,6 +256,10 @@ def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
 
 PROMPTS_READ = 64
 UNKNOWN_SHARE = 0.5
+NOT_EXACT = (
+    "environment.replayable=false: a run that was interrupted goes on with other episodes, and ends with other weights "
+    "than one that was not"
+)
 
 
 def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
@@ -274,6 +278,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         ],
         *[line for role, read in plan.texts_read.items() for line in read.doubts(role)],
         *([] if plan.environment is None else plan.environment.bridges.doubts),
+        *([] if config.environment is None or config.environment.replayable else [NOT_EXACT]),
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,

@@ -46,7 +46,13 @@ class EnvironmentConfig(Section):
     judge: Literal["verifier", "environment"] = Field(
         "verifier", description="`verifier` judges the last turn; `environment` gives the reward"
     )
+    replayable: bool = Field(
+        True,
+        description="whether an episode that is played again is answered as before; `false` refuses policies that "
+        "probe, and resuming is not exact",
+    )
 
     def that_decide(self) -> dict[str, Any]:
         """Return the values on which figures depend, in JSON's types: not how episodes are served."""
-        return self.model_dump(mode="json", exclude={"python", "workers", "timeout_s", "memory_limit_bytes", "sandbox"})
+        others = {"python", "workers", "timeout_s", "memory_limit_bytes", "sandbox", "replayable"}
+        return self.model_dump(mode="json", exclude=others)

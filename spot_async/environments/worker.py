@@ -81,7 +81,8 @@ class Episode:
                 before, after = (repr(each[start : start + 80]) for each in shown)
                 raise Failed(
                     f"turn {number} of problem {row['id']!r} was answered differently when it was played again: "
-                    f"{before}, then {after}: it depends on more than problem, seed and actions"
+                    f"{before}, then {after}: it depends on more than problem, seed and actions "
+                    "(environment.replayable)"
                 )
 
     def _reset(self, given: dict[str, Any]) -> str:

@@ -123,7 +123,7 @@ async def test_an_episode_that_is_answered_differently_is_an_error_with_both_tex
         with pytest.raises(PermanentError, match=r"turn 2 of problem 'p7' was answered differently") as error:
             await play(other, [*steps], count())
         assert f"'{steps[1].observation.texts[0]}', then '" in str(error.value)
-        assert str(error.value).endswith("it depends on more than problem, seed and actions")
+        assert str(error.value).endswith("it depends on more than problem, seed and actions (environment.replayable)")
 
 
 async def test_episodes_beyond_those_that_are_kept_are_played_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, Command, assert_refused, invoke, small_disk
+from command import ROOT, Command, assert_refused, error_lines, invoke, small_disk
 
 import spot_async
 
@@ -106,6 +106,10 @@ REFUSED = {
         ["environment.object=text_worlds:Again", "teacher.tokenizer=own"],
         ["environment: teacher.tokenizer=own is not built beside it (docs/coming-from.md)"],
     ),
+    "probes where nothing can be played again": (
+        ["environment.object=text_worlds:Again", "environment.replayable=false"],
+        ["environment: policy spot probes, which needs environment.replayable"],
+    ),
     "a budget of thinking": (
         ["environment.object=text_worlds:Again", "evaluation.thinking_tokens=8", "evaluation.thinking=true"],
         ["evaluation.thinking_tokens: nobody knows which turn"],
@@ -117,6 +121,22 @@ REFUSED = {
 def test_what_does_not_go_with_an_environment_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, expected = REFUSED[name]
     assert_refused(invoke(monkeypatch, "train", "configs/quickstart.yaml", "--dry-run", *keys), *expected)
+
+
+def test_what_answers_otherwise_when_it_is_played_again_says_so_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch, servers_on_threads: None
+) -> None:
+    keys = ["environment.object=text_worlds:Timely", "policy={kind: opd}", "evaluation=null"]
+    words = ["check", "configs/quickstart.yaml", *keys]
+    refused = invoke(monkeypatch, *words)
+    assert refused.exit_code == 1
+    (line,) = error_lines(refused.output)
+    assert "answered differently" in line
+    assert line.endswith("it depends on more than problem, seed and actions (environment.replayable)")
+    found = invoke(monkeypatch, *words, "environment.replayable=false")
+    assert found.exit_code == 0, found.output
+    assert "Nothing was played again" in found.output
+    assert "environment.replayable=false: a run that was interrupted goes on with other episodes" in found.output
 
 
 KEYS = (

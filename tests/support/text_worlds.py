@@ -42,6 +42,13 @@ class Moody(Again):
         return f"{seed}+1"
 
 
+class Timely(Again):
+    """Answers by the clock."""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return f"{time.time_ns() % 10**9}+2=", *super().step(action)[1:]
+
+
 def add(first: int, second: int) -> int:
     """Add two numbers.
 

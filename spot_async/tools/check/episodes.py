@@ -38,11 +38,12 @@ class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         ends = ", ".join(f"{many} by {why}" for why, many in sorted(self.ended.items()))
+        again = f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
         turns, *shares = (self.means[f"environment/{name}"] for name in ("turns", "calls", "errors", "unreadable"))
         return (
             f"{counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an answer, {shares[1]:.0%} "
             f"an error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
-            f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
+            + (again if self.replayed_steps else "Nothing was played again")
         )
 
 
@@ -81,7 +82,7 @@ async def play_episodes(
     found = await gather(played(prompt) for prompt in islice(plan.schedule, EPISODES))
     means = mean_metrics([each.metrics for each in found])
     steps: list[Step] = []
-    if noting.longest is not None:
+    if noting.longest is not None and config.environment.replayable:
         problem, seed, steps = noting.longest
         async with ServedEnvironment(config.environment) as again:
             deadline = asyncio.get_running_loop().time() + AGAIN_TIMEOUT_S
@@ -94,7 +95,7 @@ async def play_episodes(
                 raise ConfigError(
                     f"environment: turn {len(steps)} of problem {problem.id!r} was answered differently when it was "
                     f"played again: {last.observation.texts}, then {now.texts}: it depends on more than problem, seed "
-                    "and actions"
+                    "and actions (environment.replayable)"
                 )
     return PlayedEpisodes(
         episodes=len(found),
