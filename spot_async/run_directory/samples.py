@@ -61,6 +61,7 @@ class SampleSummary(msgspec.Struct, kw_only=True):
     response_ids: list[int] = []
     acquisition_score: list[float | None] | None = None
     branches: Sequence[BranchSummary] = ()
+    failed_turns: list[tuple[int, str, str]] = []  # number, kind and text of what was no proper answer
 
 
 class SampleRecord(SampleSummary, kw_only=True):
@@ -99,6 +100,7 @@ class SampleStatistics:
         self.selected = [0] * RELATIVE_BINS
         self.probed_tokens: Counter[str] = Counter()
         self.retained_tokens: Counter[str] = Counter()
+        self.failed_turns: Counter[tuple[str, str]] = Counter()  # by kind and text
 
     def add(self, sample: SampleSummary) -> None:
         length = len(sample.response_ids)
@@ -112,6 +114,7 @@ class SampleStatistics:
                 self.selected[branch.position * RELATIVE_BINS // length] += 1
             self.probed_tokens[branch.sampled] += 1
             self.retained_tokens[branch.sampled] += branch.retained
+        self.failed_turns.update((kind, text) for _, kind, text in sample.failed_turns)
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):

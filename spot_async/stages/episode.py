@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from spot_async.base.text import shortened
 from spot_async.models.episodes import Action, Call, Observation, Step
 from spot_async.models.responses import counted_tokens, joined, read
 from spot_async.models.vocabulary import Vocabulary
@@ -25,6 +26,7 @@ Act = Callable[[Sequence[Step], Action], Awaitable[Observation]]
 # Why no further turn follows: the model made no call, the environment wants none, or there is no room for one.
 Ending = Literal["answer", "done", "turns", "tokens"]
 CUT = "\n[... {} tokens left out ...]\n"
+FAILED_CHARACTERS = 200  # that are kept of an answer to a turn that failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,14 @@ class Episode:
         token_ids = np.append(self.token_ids[:position], np.int32(token_id)).astype(np.int32)
         counted = np.append(self.counted[:position], True)
         return Before(token_ids, counted, self.starts[:turns], self.steps[: turns - 1])
+
+    def failed_turns(self) -> list[tuple[int, str, str]]:
+        """Return the turns that got no proper answer: each one's number, from 1, the kind of what it got, and that."""
+        return [
+            (number, step.observation.kind, shortened("\n".join(step.observation.texts), FAILED_CHARACTERS))
+            for number, step in enumerate(self.steps, 1)
+            if step.observation.kind != "answer"
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Return what an iteration shows the means of."""

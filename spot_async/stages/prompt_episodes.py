@@ -62,13 +62,13 @@ class PromptEpisodes:
         return msgspec.structs.replace(judgement, verdict=verdict, reward=reward)
 
     def recorded(self, sample: Sample) -> Sample:
-        """Return a sample with the metrics of its episode, and in its record where turns begin and why it ended."""
+        """Return a sample with the metrics of its episode, and its turns and its end in the record."""
         ids = sample.record.get("response_ids") if sample.supervision is None else sample.supervision.response_ids
         episode = None if ids is None else self._by_ids.get(content(ids))
         if episode is None:
             return sample
-        record = {**sample.record, "turns": list(episode.starts), "ended": episode.ended}
-        metrics = {**sample.metrics, **episode.metrics()}
+        turns = {"turns": list(episode.starts), "failed_turns": episode.failed_turns(), "ended": episode.ended}
+        record, metrics = sample.record | turns, sample.metrics | episode.metrics()
         return msgspec.structs.replace(sample, metrics=metrics, record=record)
 
     def _of(self, response_ids: IntArray, does: str) -> Episode:

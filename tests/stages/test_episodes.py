@@ -105,6 +105,7 @@ def test_what_cannot_be_read_is_an_observation_that_the_environment_does_not_mak
     ((before, action),) = script.told
     assert (before, [call.arguments["at"] for call in action.calls]) == (1, [0, 1])
     assert episode.metrics()["environment/unreadable"] == 1
+    assert episode.failed_turns() == [(1, "unreadable", "17 71")]
 
 
 def test_an_answer_is_cut_in_the_middle() -> None:
@@ -163,6 +164,7 @@ def test_every_method_learns_from_episodes_as_it_is(name: str, max_staleness: in
         for targets in each.soft_targets:
             assert counted[targets.positions].all()
     assert {"turns", "ended"} <= samples[0].record.keys()
+    assert {turn[:2] for each in samples for turn in each.record["failed_turns"]} == {(2, "error")}
     assert np.mean([each.metrics["environment/turns"] for each in samples]) > 1.5
     again = [each.supervision.response_ids.tolist() for each in run() if each.supervision is not None]
     assert again == [each.response_ids.tolist() for each in trained]

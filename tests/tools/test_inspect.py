@@ -71,7 +71,7 @@ def test_text_that_a_model_wrote_stays_text_on_the_page(tmp_path):
 
 
 def test_hostile_names_stay_text_in_the_report(tmp_path):
-    samples = [spot_sample()]
+    samples = [spot_sample(failed_turns=[[1, HOSTILE, HOSTILE]])]
     samples[0]["branches"][0]["sampled"] = HOSTILE
     files = make_run(tmp_path / "run", samples, [metrics_row(1)])
     (tmp_path / "run" / "dead_letters.jsonl").write_text(json.dumps({"reason": HOSTILE}) + "\n")
@@ -79,7 +79,7 @@ def test_hostile_names_stay_text_in_the_report(tmp_path):
     assert_harmless(page)
     tags = Tags(page)
     labels = [attributes.get("aria-label") or "" for _, attributes in tags.tags]
-    assert "".join([tags.text, *labels]).count("document.title='owned'") >= 2
+    assert "".join([tags.text, *labels]).count("document.title='owned'") >= 4
 
 
 def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
@@ -195,6 +195,29 @@ def test_a_sample_that_several_wrote_says_who_wrote_which_tokens(tmp_path):
     assert ["written by weights 0.4" in token.label for token in coloured.tokens] == [False, False, True]
     for shown in (Tags(page_of(files)).text, plain(terminal(sample_view(*files.sample("0"), coloured), width=200))):
         assert "written by weights 0.3 (0), others (1), weights 0.4 (2)" in shown
+
+
+def test_a_turn_and_its_answer_begin_a_line_and_the_answer_to_a_killed_one_is_red(tmp_path):
+    writers = [[0, 1, "0.3"], [1, 2, "environment"], [2, 3, "0.4"], [3, 4, "environment"], [4, 1 << 60, "environment"]]
+    failed = [[1, "killed", "killed: it took longer than 1 s"], [2, "error", "KeyError: 'tea'"]]
+    numbers = {"behavior_logprobs": [-0.5, None, -1.0, None], "response_ids": [6, 7, 6, 7], "branches": []}
+    sample = spot_sample(writers=writers, failed_turns=failed, **numbers)
+    files = make_run(tmp_path / "run", [{**sample, "acquisition_score": None, "teacher_logprobs": None}])
+    coloured = colourings(files.sample("0")[1], ["ask", "late", "again", "KeyError"])[0]
+    assert [(each.is_read, each.is_of_killed) for each in coloured.tokens] == [
+        *((False, False), (True, True), (False, False), (True, False))
+    ]
+    text = response_text(coloured)
+    assert text.plain == "ask\nlate\nagain\nKeyError"
+    assert [str(span.style) for span in text.spans if text.plain[span.start : span.end] in ("late", "KeyError")] == [
+        *("red", "dim")
+    ]
+    page = page_of(files, texts=["ask", "late", "again", "KeyError"])
+    assert re.findall(r'class="token( read(?: killed)?)? *"[^>]*>(\w+)<', page) == [
+        *(("", "ask"), (" read killed", "late"), ("", "again"), (" read", "KeyError"))
+    ]
+    shown = page.partition('class="response">')[2].partition("</div>")[0]
+    assert re.sub("<[^>]*>", "", shown) == "ask\nlate\nagain\nKeyError"
 
 
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):

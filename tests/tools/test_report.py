@@ -68,6 +68,28 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert "8 trained, 1 left over" in Tags(report_page(report)).text
 
 
+def test_a_run_beside_an_environment_shows_its_turns_and_the_most_frequent_errors(tmp_path):
+    played = {"turns": 1.5, "read_share": 0.2, "calls": 0.9, "errors": 0.5, "killed": 0.25, "unreadable": 0.0}
+    played |= {"out_of_turns": 0.25, "out_of_tokens": 0.0, "reward": 0.5}
+    rows = [metrics_row(i) | {f"environment/{name}": share for name, share in played.items()} for i in (1, 2)]
+    texts = [(number, f"KeyError: 'item {number}'") for number in range(1, 12) for _ in range(number)]
+    samples = [spot_sample(failed_turns=[[turn, "error", text], [12, "killed", "late" * 99]]) for turn, text in texts]
+    files = make_run(tmp_path / "run", samples, rows)
+    (files.path / "config.yaml").write_text("policy: {kind: opd}\nenvironment: {object: x, replayable: false}\n")
+    report = read_report(files)
+    (section,) = (each for each in report.sections if each.title == "Turns")
+    drawn = {plot.title: plot.figure for plot in section.plots}
+    assert "iteration 2: anything 90 %, an error 50 %, killed 25 %" in drawn["What the environment answered"]
+    assert {"Turns", "Ends without an answer", "Tokens that were only read", "Reward of the environment"} < {*drawn}
+    first, *rest = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", drawn["Most frequent errors"])
+    assert (first[0], len(first[1]), first[2]) == ("killed", 201, "66")
+    assert rest == [("error", f"KeyError: &#39;item {number}&#39;", str(number)) for number in range(11, 2, -1)]
+    assert dict(report.facts)["resuming"] == "not exact: environment.replayable=false"
+    plain = read_report(make_run(tmp_path / "plain", [spot_sample()], [metrics_row(1)]))
+    assert "Turns" not in {each.title for each in plain.sections}
+    assert "resuming" not in dict(plain.facts)
+
+
 def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_time_when_it_ends(tmp_path):
     files, page = make_run(tmp_path / "run", [], [metrics_row(1)]), tmp_path / "run" / "report.html"
     directory = RunDirectory.open(files.path)

@@ -45,6 +45,7 @@ from spot_async.tools.inspect.troubles import (
     staleness_words,
     tallies,
     troubles_at,
+    turns_section,
 )
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
@@ -87,6 +88,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         learning_section(rows, evaluated),
         probing_section(rows, files.samples.statistics, PolicySettings.of(config)),
         response_section(rows, lengths),
+        turns_section(rows, files.samples.statistics),
         time_section(rows, config),
         failures_section(failed, rows),
         staleness_section(rows),

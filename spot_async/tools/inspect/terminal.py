@@ -103,7 +103,9 @@ def response_text(colouring: Colouring) -> Text:
     """
     text, was_read = Text(), False
     for token in colouring.tokens:
-        style = "dim" if token.is_read else _style(colouring, token.level)
+        style = _style(colouring, token.level)
+        if token.is_read:
+            style = "red" if token.is_of_killed else "dim"
         if token.is_read != was_read:
             text.append("\n")
         was_read = token.is_read

@@ -1,6 +1,6 @@
-"""The parts of a report about what holds a run back: attempts that failed, stale samples, nothing to learn from. Pure.
+"""The parts of a report about what holds a run back: attempts and turns that failed, stale samples, nothing to learn.
 
-A reason may quote a server, so it is cut, made visible and escaped.
+Pure. A reason may quote a server or a tool, so it is cut, made visible and escaped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from markupsafe import Markup
 from spot_async.base.text import shortened, visible
 from spot_async.checks.score_rows import MOST_MASKED
 from spot_async.run_directory.reading import FailedAttempts
+from spot_async.run_directory.samples import SampleStatistics
 from spot_async.telemetry.bottleneck import PUBLISHES, percent
 from spot_async.telemetry.failures import StageTally
 from spot_async.telemetry.totals import Rows, lag_shares, masked_share, total
@@ -23,6 +24,7 @@ from spot_async.tools.pages.series import Series, seconds
 
 REASON_CHARACTERS = 200
 ROWS_SHOWN = 20
+TURNS_SHOWN = 10
 STORM = 0.2  # attempts made again, as a share of an iteration's requests, that are worth a mark
 HEADINGS = ("stage", "class", "what happened", "attempts", "iterations", "time lost", "the newest reason")
 NOTE = (
@@ -49,6 +51,34 @@ def failures_section(failed: Sequence[FailedAttempts], rows: Rows) -> Section:
         Plot("Attempts that failed, by iteration", "Of each stage.", svg.line_plot(series, from_zero=True)),
     ]
     return Section("Failures", tuple(plots))
+
+
+def turns_section(rows: Rows, statistics: SampleStatistics) -> Section:
+    """Return plots of a run's episodes, and a table of the most frequent errors; none without an environment."""
+    shown = [
+        (*(visible(shortened(each, REASON_CHARACTERS)) for each in failed), f"{count:,}")
+        for failed, count in statistics.failed_turns.most_common(TURNS_SHOWN)
+    ]
+    headings = ("kind", "what was answered", "turns")
+    kinds = {"anything": "calls", "an error": "errors", "to an unreadable call": "unreadable", "killed": "killed"}
+    ends = {"turns": "environment/out_of_turns", "tokens": "environment/out_of_tokens"}
+    return Section(
+        "Turns",
+        present(
+            ("Turns", "Mean of the student's turns in a response.",
+             lines(rows, {"turns": "environment/turns"}, from_zero=True)),
+            ("What the environment answered", "Share of responses in which some turn got it.",
+             lines(rows, {what: f"environment/{name}" for what, name in kinds.items()}, percent, from_zero=True,
+                   most=1.0)),
+            ("Ends without an answer", "Share of responses that used up environment.max_turns, or "
+             "sampling.max_response_tokens.", lines(rows, ends, percent, from_zero=True, most=1.0)),
+            ("Tokens that were only read", "Share of a response's.",
+             lines(rows, {"read": "environment/read_share"}, percent, from_zero=True, most=1.0)),
+            ("Reward of the environment", "Mean over responses.", lines(rows, {"reward": "environment/reward"})),
+            ("Most frequent errors", f"The first {TURNS_SHOWN}, over all samples that were written.",
+             Markup(filled("table.html", name="errors", headings=headings, rows=shown)) if shown else None),
+        ),
+    )  # fmt: skip
 
 
 def troubles_at(rows: Rows) -> dict[float, str]:

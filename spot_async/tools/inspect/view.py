@@ -91,6 +91,7 @@ class TokenView:
     mark: int | None = None  # number of the branch that probes it, from 1
     is_framed: bool = False  # whether the method chose it
     is_read: bool = False  # whether an environment wrote it
+    is_of_killed: bool = False  # whether it did so to a turn that it had to kill
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     gated = frozenset(sample.gated_positions)
-    read = {t for start, end, who in sample.writers if who == ENVIRONMENT for t in range(start, end)}
+    killed = {turn for turn, kind, _ in sample.failed_turns if kind == "killed"}
+    answers = [range(max(start, 0), min(end, length)) for start, end, who in sample.writers if who == ENVIRONMENT]
+    read = {t: turn in killed for turn, places in enumerate(answers, 1) for t in places}
     name = "entropy share" if policy.selection == "entropy" else "score"
     labels = [token_label(sample, position, texts[position], name) for position in range(length)]
 
@@ -124,6 +127,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
             TokenView(
                 *(t, visible(texts[t]), levels[t], labels[t], marks.get(t), t in marks or t in gated),
                 is_read=t in read,
+                is_of_killed=read.get(t, False),
             )
             for t in range(length)
         )
