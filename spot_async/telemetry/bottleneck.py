@@ -273,7 +273,8 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> tuple[str, ...]:
         f"queued, {times.of_requests}"
     )
     if use.slots is not None and use.in_flight >= FULL * use.slots and use.limit >= use.slots:
-        full = f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} ({load})"
+        slots = "workers" if server == "environment" else "slots"
+        full = f"the {server}'s {use.slots} {slots} were {_fullness(use.in_flight, use.slots)} ({load})"
         return (f"{full}: a higher limit would only make them wait there", *faster)
     if use.in_flight >= FULL * use.limit and use.queued > 0:
         full = f"{_fullness(use.in_flight, use.limit)} ({load})"

@@ -127,9 +127,12 @@ def stage_names(rows: Rows) -> list[str]:
 def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | None:
     """Return how many requests the stage's servers generate at once, all together, while `down` of them are down.
 
-    None for a stage that does not generate, and where the configuration does not say: servers at a `url` were started
-    with a number of slots that it does not know.
+    An environment answers as many as it has workers. None for other stages that do not generate, and where the
+    configuration does not say: servers at a `url` were started with a number of slots that it does not know.
     """
+    if stage == "environment":
+        workers: int | None = (config.get("environment") or {}).get("workers")
+        return workers
     if stage_kind(stage) not in GENERATING:
         return None
     backend = _backends(config).get(stage_server(stage) or "", {})

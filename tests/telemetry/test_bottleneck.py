@@ -319,6 +319,18 @@ def test_the_last_minute_is_judged_although_no_request_of_it_has_ended():
     ]
 
 
+def test_workers_of_an_environment_that_are_busy_are_to_be_more():
+    verdicts = []
+    run = Run(concurrency=64, latency_s=300.0, stage="environment")
+    live(run, verdicts, lambda: asyncio.sleep(61.0), environment={"workers": 2})
+    assert verdicts == [
+        "Environment bound: the trainer waited 100 % of the time, 100 % of that for environment; the environment's 2 "
+        "workers were full (39 of 64 environment requests in flight, 0 queued, while the trainer waited for them): a "
+        "higher limit would only make them wait there; more processes for the environment (environment.workers), or "
+        "one that answers faster"
+    ]
+
+
 def test_each_minute_is_judged_by_itself():
     verdicts = []
     run = Run(concurrency=8, latency_s=30.0)
