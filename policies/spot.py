@@ -266,8 +266,10 @@ class SpotPolicy:
         """Return the positions (E,) where a probe may begin and the teacher has candidates."""
         has_choice = (scores.topk_ids[:, :2] != NO_TOKEN).all(axis=1)
         eligible = np.flatnonzero(probeable & scores.known_rows & has_choice)
-        if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:
-            eligible = eligible[eligible < token_of(rollout.token_ids, start, stages.decode)]
+        begin = max((span.end for span in rollout.version_spans if span.is_read), default=0)  # of the last turn
+        last_turn = rollout.token_ids[begin:]
+        if self._answer_start and (start := self._answer_start(stages.decode(last_turn))) is not None:
+            eligible = eligible[eligible < begin + token_of(last_turn, start, stages.decode)]
         return eligible
 
     async def _compared(

@@ -16,7 +16,7 @@ from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, SimulatedTokenizer, make_policy, policy_context
-from spot_async.types import Judgement, Problem, Prompt, Verdict, WeightVersion
+from spot_async.types import Judgement, Problem, Prompt, Verdict, VersionSpan, WeightVersion
 from spot_async.verification.normalization import answer_start
 
 VOCAB = 12
@@ -245,6 +245,16 @@ async def test_nothing_is_selected_from_the_box_on_where_the_answer_is_skipped(s
 
     assert await chosen() == [0, 2, 3]
     assert await chosen(skip_answer=True) == [0, 2]
+
+
+@pytest.mark.parametrize(("last", "expected"), [(r"\boxed{", [0, 2]), ("seven", [0, 2, 3])])
+async def test_beside_an_environment_the_answer_is_that_of_the_last_turn(last, expected, monkeypatch):
+    monkeypatch.setitem(TEXTS, 5, r"\boxed{5}")  # of the first turn
+    monkeypatch.setitem(TEXTS, 7, last)
+    stages, version = texts_of(scripted()), WeightVersion(0, 3)
+    spans = (VersionSpan(0, 1, version), VersionSpan(1, 2, None, is_read=True), VersionSpan(2, 5, version))
+    stages.response = msgspec.structs.replace(stages.response, version_spans=spans)
+    assert (await supervise(stages, skip_answer=True, positions=3)).record["selected_positions"] == expected
 
 
 async def test_a_response_without_a_box_has_no_answer_to_skip():
