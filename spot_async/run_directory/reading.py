@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 # Of what is held as a whole: metrics, spending and dead letters. 10,000 iterations have about 1.5 million values.
 MAX_BYTES_OF_ROWS, MAX_VALUES_OF_ROWS = 128 << 20, 2_000_000
-SECTIONS = {*ROLES, "teachers", "data", "evaluation", "policy", "prompt", "run", "sampling", "stages", "training"}
+SECTIONS = {*ROLES, "teachers", "data", "environment", "evaluation", "policy", "prompt", "run", "sampling", "stages",
+            "training"}  # fmt: skip
 MAX_FAILED = 100_000  # lines of the log about attempts that failed
 
 EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with

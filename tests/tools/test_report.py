@@ -75,7 +75,7 @@ def test_a_run_beside_an_environment_shows_its_turns_and_the_most_frequent_error
     texts = [(number, f"KeyError: 'item {number}'") for number in range(1, 12) for _ in range(number)]
     samples = [spot_sample(failed_turns=[[turn, "error", text], [12, "killed", "late" * 99]]) for turn, text in texts]
     files = make_run(tmp_path / "run", samples, rows)
-    (files.path / "config.yaml").write_text("policy: {kind: opd}\nenvironment: {object: x, replayable: false}\n")
+    (files.path / "config.yaml").write_text("policy: {kind: opd}\nenvironment: {replayable: false, sandbox: none}\n")
     report = read_report(files)
     (section,) = (each for each in report.sections if each.title == "Turns")
     drawn = {plot.title: plot.figure for plot in section.plots}
@@ -84,10 +84,16 @@ def test_a_run_beside_an_environment_shows_its_turns_and_the_most_frequent_error
     first, *rest = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", drawn["Most frequent errors"])
     assert (first[0], len(first[1]), first[2]) == ("killed", 201, "66")
     assert rest == [("error", f"KeyError: &#39;item {number}&#39;", str(number)) for number in range(11, 2, -1)]
-    assert dict(report.facts)["resuming"] == "not exact: environment.replayable=false"
+    assert {*report.facts} >= {
+        ("resuming", "not exact: environment.replayable=false"),
+        ("episodes", "not shut in: environment.sandbox=none"),
+    }
+    (files.path / "config.yaml").write_text("environment: 5\n")
+    with pytest.raises(DataError, match="environment is no section"):
+        read_report(files)
     plain = read_report(make_run(tmp_path / "plain", [spot_sample()], [metrics_row(1)]))
     assert "Turns" not in {each.title for each in plain.sections}
-    assert "resuming" not in dict(plain.facts)
+    assert not {"resuming", "episodes"} & dict(plain.facts).keys()
 
 
 def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_time_when_it_ends(tmp_path):

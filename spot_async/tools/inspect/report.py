@@ -351,7 +351,7 @@ def facts(
     prompts = (summary or {}).get("prompts", {})
     seconds = total(rows, "time/iteration_s")
     masked = masked_share(rows)
-    may_be_replayed = (config.get("environment") or {}).get("replayable", True)
+    environment = config.get("environment") or {}
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "selection": config.get("policy", {}).get("selection"),
@@ -360,7 +360,8 @@ def facts(
         "outcome slope": outcome_words(rows) or None,
         "best": evaluated and evaluated.best_words,
         "staleness": staleness_words(config, rows),
-        "resuming": None if may_be_replayed else "not exact: environment.replayable=false",
+        "resuming": None if environment.get("replayable", True) else "not exact: environment.replayable=false",
+        "episodes": "not shut in: environment.sandbox=none" if environment.get("sandbox") == "none" else None,
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
