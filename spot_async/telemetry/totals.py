@@ -49,6 +49,7 @@ def run_times(
         else {},
         iterations=sum("iteration" in row for row in rows),
         may_be_asynchronous=may_be_asynchronous(config, cores),
+        has_environment=bool(config.get("environment")),
     )
 
 

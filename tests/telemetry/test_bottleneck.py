@@ -24,7 +24,7 @@ from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse, judge
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_lines
-from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room
+from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, run_times
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Traffic
 
@@ -195,6 +195,17 @@ def test_staleness_is_not_spoken_of_where_it_cannot_be_had():
     shared = alone | {"student": local, "teacher": local}
     assert may_be_asynchronous(shared, 3)
     assert not may_be_asynchronous(shared, 2)  # the trainer has no core of its own
+
+
+@pytest.mark.parametrize("environment", [None, {"workers": 2}])
+def test_no_command_is_advised_that_is_refused_beside_an_environment(environment):
+    row = {"iteration": 1.0, "time/iteration_s": 10.0, "time/wait_for_batch_s": 9.0, "time/train_s": 1.0}
+    row |= {"wait/rollout_s": 9.0, "stage/rollout/mean_in_flight": 8.0, "stage/rollout/mean_queued": 9.0}
+    config = {"student": {"backend": {"kind": "vllm"}}, "stages": {"rollout": {"concurrency": 8}}}
+    advice = judge(run_times([row], config | {"environment": environment})).advice
+    assert any(line.startswith("raise stages.rollout.concurrency") for line in advice)
+    said = [command for command in ("spot-async tune", "spot-async simulate") if command in " ".join(advice)]
+    assert said == ([] if environment else ["spot-async tune", "spot-async simulate"])
 
 
 @pytest.mark.parametrize(
