@@ -143,6 +143,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     response: str | None = None  # a written one that a policy may learn from
     opening: str = ""  # what an environment says of it, behind the text
     columns: dict[str, Any] = {}  # further ones of its row, by name, for an environment
+    tools: tuple[dict[str, Any], ...] = ()  # of an environment, which its prompts show: JSON schemas
     history: tuple[ChatTurn, ...] = ()  # the messages before the text: a system message, earlier turns
     set_key: str = ""  # the key of its training set: `data.train`, or `data.train.1` where there are several
     instruction: str | None = None  # what follows the text in a prompt; None: what the configuration says of all

@@ -59,7 +59,7 @@ def check_capabilities(
         (not student.weight_update, f"student.backend takes no new weights{lacking}"),
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
          "but not trained on"),
-        (config.environment is not None and not all(each.token_id_prompts for each in found.values()),
+        (bool(config.environments) and not all(each.token_id_prompts for each in found.values()),
          "environment: a server that reads text would not score the turns as they were sampled: choose backends that "
          "take token ids"),
         (reference is not None and not (
@@ -92,11 +92,10 @@ def check_capabilities(
 
 def check_environment(config: Config, needs: PolicyNeeds) -> None:
     """Raise ConfigError for a policy that an environment is not made for: its teacher writes, or it probes."""
-    if config.environment is None:
-        return
-    if needs.probes_per_prompt and not config.environment.replayable:
+    environments = config.environments.values()
+    if needs.probes_per_prompt and not all(each.replayable for each in environments):
         raise ConfigError(f"environment: policy {config.policy.kind} probes, which needs environment.replayable")
-    if needs.teacher_responses:
+    if environments and needs.teacher_responses:
         raise ConfigError(
             f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play "
             "(docs/coming-from.md): take a method that learns from the student's responses"

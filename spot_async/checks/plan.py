@@ -277,8 +277,8 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
             if plan.teachers[role].vocabulary.fingerprint == plan.student.vocabulary.fingerprint
         ],
         *[line for role, read in plan.texts_read.items() for line in read.doubts(role)],
-        *([] if plan.environment is None else plan.environment.bridges.doubts),
-        *([] if config.environment is None or config.environment.replayable else [NOT_EXACT]),
+        *dict.fromkeys(line for each in plan.environments.values() for line in each.bridges.doubts),
+        *([] if all(each.replayable for each in config.environments.values()) else [NOT_EXACT]),
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,

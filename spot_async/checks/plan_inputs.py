@@ -12,16 +12,10 @@ from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig,
 from spot_async.data.problem_set import ProblemSet, load_training_sets
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
-from spot_async.environments.planning import (
-    PlannedEnvironment,
-    described,
-    opened,
-    plan_environment,
-)
+from spot_async.environments.planning import PlannedEnvironment, opened, plan_environments
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
-from spot_async.models.episodes import Tools
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.own_tokens import OwnTokens
@@ -146,7 +140,7 @@ class PlannedData:
     schedule: PromptSchedule
     own_tokens: Mapping[str, OwnTokens]  # by role, those of the models with rows where the policy needs them
     texts_read: Mapping[str, TextsRead]  # by role, what a teacher with its own tokenizer makes of the problems
-    environment: PlannedEnvironment | None
+    environments: Mapping[str, PlannedEnvironment]  # by the set's key; of equal settings it is one
 
 
 def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> PlannedData:
@@ -158,17 +152,18 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
-    problems = opened(problems, about := described(config.environment, problems))
+    played = {key: each for key, each in config.environments.items() if key in sets}
+    problems, about = opened(problems, played)
     student, known = models.student, min(models.common.widths.values())
-    renderer = _student_renderer(config.prompt, models, about.tools)
-    environment = plan_environment(config.environment, about, student, renderer.arguments, models.teachers)
+    renderer = _student_renderer(config.prompt, models)
+    environments = plan_environments(about, student, renderer.arguments, models.teachers)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     renderer.check_rows("data.train", read, known, "the models")
     if needs.written_responses and len(student.vocabulary.tokenizer) > known:
         written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
         renderer.check_rows("data.train", written, known, "the models")
-    teacher_renderers = _teacher_renderers(config, student, models.teachers, about.tools)
+    teacher_renderers = _teacher_renderers(config, student, models.teachers)
     for own in dict.fromkeys(teacher_renderers.values()):
         sources = own.beside(sources)
     for role, own in teacher_renderers.items():
@@ -198,15 +193,15 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         shares=config.data.shares,
     )
     readers = {role: teacher_renderers.get(role, renderer) for role in models.teachers}
-    return PlannedData(sets, problems, renderer, readers, schedule, own_tokens, texts_read, environment)
+    return PlannedData(sets, problems, renderer, readers, schedule, own_tokens, texts_read, environments)
 
 
-def _student_renderer(config: PromptConfig, models: PlannedModels, tools: Tools) -> PromptRenderer:
+def _student_renderer(config: PromptConfig, models: PlannedModels) -> PromptRenderer:
     """Return what renders the student's prompts."""
     alike = {role: each for role, each in models.teachers.items() if role in models.alike}
     own_alone = config.template == "teacher" and models.teachers and not alike  # the student could not read it
     owner = models.student if own_alone else _template_owner(config, "prompt", models.student, alike)
-    return PromptRenderer(owner.vocabulary, config, tools=tools)
+    return PromptRenderer(owner.vocabulary, config)
 
 
 def _template_owner(
@@ -229,7 +224,7 @@ def _template_owner(
 
 
 def _teacher_renderers(
-    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles], tools: Tools
+    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles]
 ) -> dict[str, TeacherPromptRenderer]:
     """Return what renders teachers' own prompts, by role; those that read the student's prompt are left out."""
     shared = config.prompt.teacher
@@ -239,7 +234,7 @@ def _teacher_renderers(
     alike = {role: each for role, each in teachers.items() if role not in config.own_tokenizers}
     if shared is not None and alike:
         owner = _template_owner(shared, "prompt.teacher", student, alike)
-        found = dict.fromkeys(alike, TeacherPromptRenderer(owner.vocabulary, config.prompt, tools=tools))
+        found = dict.fromkeys(alike, TeacherPromptRenderer(owner.vocabulary, config.prompt))
     for role in config.own_tokenizers:
         section = config.teacher_prompt(role)
         if section is not None and section.template in ("student", *alike):
@@ -255,7 +250,7 @@ def _teacher_renderers(
             itself = {**teachers, "teacher": teachers[role]}
             owner = _template_owner(own, f"{role}.prompt", student, itself)
             prompt = config.prompt.model_copy(update={"teacher": own})
-            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name, tools)
+            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name)
     return found
 
 

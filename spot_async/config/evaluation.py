@@ -18,8 +18,9 @@ from spot_async.config.base import (
     check_attempt_timeout,
     spelled,
 )
+from spot_async.config.environment import EnvironmentConfig
 from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
-from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
+from spot_async.config.problems import ENVIRONMENT, ProblemSetConfig, PromptConfig, Thinking
 
 # Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (appendix B).
 FURTHER = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -63,6 +64,7 @@ class BenchmarkConfig(ProblemSetConfig):
         None,
         description="default: `evaluation.verifier`, or `multiple_choice` for that format; settings need a `kind`",
     )
+    environment: EnvironmentConfig | None = Field(None, description=ENVIRONMENT)
     instruction: str | None = Field(None, description="default: `prompt.instruction`; `alpaca_eval` never has one")
     samples: PositiveInt | None = Field(None, description="responses per problem; default: `evaluation.samples`")
     max_response_tokens: PositiveInt | None = Field(None, description="default: `evaluation.max_response_tokens`")

@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.config.base import OneOrMore, PositiveInt, Section, as_list, as_yaml, spelled
+from spot_async.config.environment import EnvironmentConfig
 from spot_async.config.plugins import BenchmarkVerifier
 
 Thinking = Annotated[
@@ -32,6 +33,7 @@ Layout: TypeAlias = Literal[
     "alpaca_eval",
 ]
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution", "response", "domain"]
+ENVIRONMENT = "answers turns about its problems; default: `environment`, and without that a response is one turn"
 _MAY_BE_NULL = ("id", "tier", "category")
 Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
 
@@ -95,6 +97,7 @@ class TrainingSetConfig(ProblemSetConfig):
     verifier: BenchmarkVerifier = Field(
         None, description="judges responses to its problems; default: `verifier`; settings need a `kind`"
     )
+    environment: EnvironmentConfig | None = Field(None, description=ENVIRONMENT)
     instruction: str | None = Field(None, description="default: `prompt.instruction`; empty for none")
 
 

@@ -24,9 +24,9 @@ from spot_async.config.base import (
     spelled,
 )
 from spot_async.config.environment import EnvironmentConfig
-from spot_async.config.evaluation import EvaluationConfig, check_paper
+from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, RouteConfig, TrainingVerifier
-from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig
+from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig, TrainingSetConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
 from spot_async.errors import ConfigError
 
@@ -346,7 +346,7 @@ class Config(Section):
     data: DataConfig = Field(description="the problems to train on; a list in `train` has a section for each set")
     prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")
     sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts, probes and responses of the teacher")
-    environment: EnvironmentConfig | None = Field(None, description="what answers the student's turns")
+    environment: EnvironmentConfig | None = Field(None, description="what answers the model's turns")
     policy: PolicySettings = Field(description="the method; a policy's own settings")
     verifier: TrainingVerifier = Field(
         default_factory=dict, validate_default=True, description="judges rollouts; a verifier's own settings"
@@ -388,11 +388,18 @@ class Config(Section):
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
                 f"{' and '.join(self.teachers)}"
             )
-        if self.environment is not None and self.own_tokenizers:
+        played = self.environments
+        if self.environment is not None and all(each is not self.environment for each in played.values()):
+            raise ValueError("environment: is no set's, since each has one of its own: remove it, or one of theirs")
+        if played and self.own_tokenizers:
             raise ValueError(
                 f"environment: {self.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/coming-from.md)"
             )
-        if self.environment is not None and self.evaluation is not None and self.evaluation.thinking_tokens:
+        if (
+            self.evaluation is not None
+            and self.evaluation.thinking_tokens
+            and not played.keys().isdisjoint(map(self.evaluation.key_of, self.evaluation.sets()))
+        ):
             raise ValueError("evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut")
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
@@ -481,13 +488,20 @@ class Config(Section):
 
     def refuse_environment(self, what: str) -> None:
         """Raise ConfigError if there is an environment, for a command that asks single turns."""
-        if self.environment is not None:
+        if self.environments:
             raise ConfigError(f"environment: {what} is not built beside it (docs/coming-from.md): leave one out")
 
     @property
-    def environment_columns(self) -> list[str]:
-        """The columns of problem files that are kept for an environment."""
-        return [] if self.environment is None else self.environment.columns
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """What answers turns about the problems of each set that has an environment, by its key: held-out sets too."""
+        sets: dict[str, TrainingSetConfig | BenchmarkConfig] = {} if self.data is None else {**self.data.sets}
+        if self.evaluation is not None:
+            sets |= {self.evaluation.key_of(name): each for name, each in self.evaluation.sets().items()}
+        return {key: own for key, each in sets.items() if (own := each.environment or self.environment) is not None}
+
+    def columns(self, key: str) -> list[str]:
+        """The columns of a set's files that are kept for its environment."""
+        return self.environments[key].columns if key in self.environments else []
 
     @property
     def own_tokenizers(self) -> list[str]:

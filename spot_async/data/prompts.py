@@ -15,7 +15,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ class PromptRenderer:
 
     The template is the tokenizer's own, the Jinja file that `config.template` names, or for `plain` none to speak of.
     Only it writes control tokens: a text that spells one is read as letters, so no text can end its turn.
-    `tools` are the JSON schemas of those that the prompt is to show.
     """
 
-    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, key: str = "prompt", tools: Tools = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, key: str = "prompt") -> None:
         self.key = key  # the section that says how, for messages
         self._arguments_key = f"{'prompt' if key == 'evaluation' else key}.template_arguments"
         self._tokenizer = vocabulary.tokenizer
@@ -72,8 +71,7 @@ class PromptRenderer:
         if given := sorted(used.template_arguments.keys() & taken):
             raise DataError(f"{self._arguments_key}.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
-        self._tools = list(tools) or None  # a template may tell an empty list from none
-        self._is_tried = False
+        self._tried: list[Tools] = []
         if used.template.endswith(".jinja"):
             self._name = f"{self.key}.template={used.template}"
             self._arguments["chat_template"] = read_template(Path(used.template), self.key)
@@ -92,31 +90,31 @@ class PromptRenderer:
 
     def text(self, problem: Problem) -> str:
         """Return the prompt as the model reads it, with special tokens."""
-        return str(self._apply(self._turns(problem), tokenize=False))
+        return str(self._apply(self._turns(problem), problem.tools, tokenize=False))
 
     def token_ids(self, problem: Problem) -> IntArray:
         """Return the ids (P,) of the rendered prompt. Raises DataError if it is empty, which no server accepts."""
-        return self.turn_ids(self._turns(problem), f"problem {problem.id!r}")
+        return self.turn_ids(self._turns(problem), problem.tools, f"problem {problem.id!r}")
 
     def all_token_ids(self, problems: Sequence[Problem]) -> list[IntArray]:
         """Return what `token_ids` does for each problem, and raise as that does. Many are rendered in one call."""
         found: list[IntArray] = []
-        for start in range(0, len(problems), AT_ONCE):
-            some = problems[start : start + AT_ONCE]
-            self._try_once(chats := [msgspec.to_builtins(self._turns(problem)) for problem in some])
-            try:
-                ids = self._ids(chats)
-            except Exception:  # noqa: BLE001 - the template is the user's own program; singly, the problem is named
-                ids = []
-            if len(ids) == len(some) and all(ids):
-                found += (np.array(each, dtype=np.int32) for each in ids)
-            else:
-                found += map(self.token_ids, some)
+        for tools, alike in groupby(problems, lambda problem: problem.tools):
+            while some := [*islice(alike, AT_ONCE)]:
+                self._try_once(chats := [msgspec.to_builtins(self._turns(problem)) for problem in some], tools)
+                try:
+                    ids = self._ids(chats, tools)
+                except Exception:  # noqa: BLE001 - the template is the user's own program; singly, the problem is named
+                    ids = []
+                if len(ids) == len(some) and all(ids):
+                    found += (np.array(each, dtype=np.int32) for each in ids)
+                else:
+                    found += map(self.token_ids, some)
         return found
 
-    def turn_ids(self, turns: Sequence[ChatTurn], what: str = "these turns") -> IntArray:
+    def turn_ids(self, turns: Sequence[ChatTurn], tools: Tools = (), what: str = "these turns") -> IntArray:
         """Return the ids (P,) of a prompt made of turns; `what` names them in messages. Raises as `token_ids`."""
-        ids = self._apply(turns, tokenize=True, what=what)
+        ids = self._apply(turns, tools, tokenize=True, what=what)
         if not ids:
             raise DataError(
                 f"{self._name}: the chat template makes an empty prompt of {what}: correct the "
@@ -190,12 +188,11 @@ class PromptRenderer:
     def _marked(self, problem: Problem, **arguments: Any) -> str:
         """Return the prompt's text, with a mark in place of the user's message."""
         turns = [*problem.history, ChatTurn(role="user", content=_MARK)]
-        return str(self._apply(turns, tokenize=False, **arguments))
+        return str(self._apply(turns, problem.tools, tokenize=False, **arguments))
 
-    @property
-    def template_text(self) -> str:
-        """The chat template itself, in Jinja."""
-        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), self._tools))
+    def template_text(self, tools: Tools) -> str:
+        """Return the chat template itself, in Jinja. One may be for prompts with tools, another for those without."""
+        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template"), _shown(tools)))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -204,8 +201,8 @@ class PromptRenderer:
 
     def reads_clock(self, problem: Problem) -> bool:
         """Return whether the problem's prompt contains today's date."""
-        marked = _MARKED_CLOCK + self.template_text
-        return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=marked)
+        marked = _MARKED_CLOCK + self.template_text(problem.tools)
+        return _MARK in self._apply(self._turns(problem), problem.tools, tokenize=False, chat_template=marked)
 
     def message(self, problem: Problem) -> str:
         """Return the user's message: the instruction stands behind its own white space, or behind a blank."""
@@ -219,24 +216,28 @@ class PromptRenderer:
     def _turns(self, problem: Problem) -> list[ChatTurn]:
         return [*problem.history, ChatTurn(role="user", content=self.message(problem))]
 
-    def _apply(self, turns: Sequence[ChatTurn], *, tokenize: bool, what: str = "", **arguments: Any) -> Any:
+    def _apply(
+        self, turns: Sequence[ChatTurn], tools: Tools, *, tokenize: bool, what: str = "", **arguments: Any
+    ) -> Any:
         messages = msgspec.to_builtins(turns)
-        self._try_once([messages])
+        self._try_once([messages], tools)
         try:
-            return self._ids([messages])[0] if tokenize else self._render(messages, tokenize=False, **arguments)
+            if tokenize:
+                return self._ids([messages], tools)[0]
+            return self._render(messages, tools, tokenize=False, **arguments)
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             where = f" in line {line}" if (line := template_line(error)) else ""
             why = f"{first_line(error)}{what and f' ({what})'}"
             raise DataError(f"{self._name}: the chat template fails{where}: {why}") from None
 
-    def _ids(self, chats: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
+    def _ids(self, chats: Sequence[Sequence[dict[str, str]]], tools: Tools) -> list[list[int]]:
         """Return the tokens of each chat. Those that spell no control token are rendered together, which is faster."""
-        in_tools = bool(self._tools and self._added.search(json.dumps(self._tools, ensure_ascii=False)))
+        in_tools = bool(tools and self._added.search(json.dumps(tools, ensure_ascii=False)))
         spelt = [in_tools or self._spells_control(chat) for chat in chats]
         harmless = [chat for chat, is_spelt in zip(chats, spelt, strict=True) if not is_spelt]
-        together = iter(self._render(harmless)["input_ids"] if harmless else ())
+        together = iter(self._render(harmless, tools)["input_ids"] if harmless else ())
         return [
-            self._render(chat, sanitize_control_tokens=True)["input_ids"] if is_spelt else next(together)
+            self._render(chat, tools, sanitize_control_tokens=True)["input_ids"] if is_spelt else next(together)
             for chat, is_spelt in zip(chats, spelt, strict=True)
         ]
 
@@ -247,22 +248,22 @@ class PromptRenderer:
             for turn in chat
         )
 
-    def _render(self, messages: Sequence[object], **arguments: Any) -> Any:
+    def _render(self, messages: Sequence[object], tools: Tools, **arguments: Any) -> Any:
         """Apply the template to one chat, or to each of a list of chats."""
         return self._tokenizer.apply_chat_template(
-            messages, tools=self._tools, add_generation_prompt=True, **{**self._arguments, **arguments}
+            messages, tools=_shown(tools), add_generation_prompt=True, **{**self._arguments, **arguments}
         )
 
-    def _try_once(self, chats: Sequence[Sequence[dict[str, str]]]) -> None:
+    def _try_once(self, chats: Sequence[Sequence[dict[str, str]]], tools: Tools) -> None:
         """Raise DataError if the template never comes to its end for the first chat, or takes all memory."""
-        if self._is_tried:
+        if tools in self._tried:
             return
-        self._is_tried = True
+        self._tried.append(tools)
         try:
-            template = self.template_text
+            template = self.template_text(tools)
         except ValueError:
             return  # said when it is used
-        variables = {**self._arguments, "tools": self._tools}
+        variables = {**self._arguments, "tools": _shown(tools)}
         if (fault := overdoes(self._tokenizer, template, variables, chats[0])) is not None:
             raise DataError(f"{self._name}: the chat template {fault} for one problem: correct it, or give another")
 
@@ -273,9 +274,9 @@ class TeacherPromptRenderer(PromptRenderer):
     `name` is that of one of several, whose section is its own (`teachers.<name>.prompt`).
     """
 
-    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "", tools: Tools = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "") -> None:
         self._teacher = name
-        super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher", tools)
+        super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher")
 
     @property
     def _template_config(self) -> TeacherPromptConfig:
@@ -330,6 +331,10 @@ class TeacherPromptRenderer(PromptRenderer):
             return value
 
         return self._template_config.filled(part)
+
+
+def _shown(tools: Tools) -> list[Any] | None:
+    return list(tools) or None  # a template may tell an empty list from none
 
 
 def _asked(problem: Problem) -> str:

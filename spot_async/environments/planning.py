@@ -1,4 +1,4 @@
-"""Plans a run's environment: asks its processes what it is, and sees that the chat template can show its answers."""
+"""Plans environments: asks their processes what they are, and sees that the chat template can show their answers."""
 
 from __future__ import annotations
 
@@ -24,44 +24,57 @@ ASKED_TWICE = 8  # problems whose opening must be the same when it is asked once
 OPENING_TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Described:
     """What an environment says of itself."""
 
+    settings: EnvironmentConfig
     reads_text: bool
     tools: Tools
     openings: Mapping[str, str]  # by the problem's id
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedEnvironment:
-    """How a run's environment is played."""
+    """How an environment is played."""
 
     settings: EnvironmentConfig
     bridges: Bridges
     calls: Mapping[str, Any] | None  # what reads a turn's, beside its text; None: it reads the text
 
 
-def described(settings: EnvironmentConfig | None, problems: Sequence[Problem]) -> Described:
-    """Return what the environment says of itself and of the problems; none says nothing. Its processes are gone then.
+def opened(
+    problems: Sequence[Problem], environments: Mapping[str, EnvironmentConfig]
+) -> tuple[list[Problem], dict[str, Described]]:
+    """Return the problems with what environments say of them, and what each says of itself, by the set's key.
 
-    Raises ConfigError, also for an opening that depends on more than its problem.
+    Sets with equal ones share what is returned. Its processes are gone then. Raises ConfigError, also for an opening
+    that depends on more than its problem.
     """
-    if settings is None:
-        return Described(False, (), {})
-    with ThreadPoolExecutor(1) as thread:  # the caller may have a loop
-        return thread.submit(asyncio.run, _described(settings, problems)).result()
+    found: dict[str, Described] = {}
+    for settings in {each.model_dump_json(): each for each in environments.values()}.values():
+        keys = [key for key, each in environments.items() if each == settings]
+        own = [each for each in problems if each.set_key in keys]
+        with ThreadPoolExecutor(1) as thread:  # the caller may have a loop
+            about = thread.submit(asyncio.run, _described(settings, own)).result()
+        found |= dict.fromkeys(keys, about)
+    return [_opened(each, found[each.set_key]) if each.set_key in found else each for each in problems], found
+
+
+def _opened(problem: Problem, found: Described) -> Problem:
+    opening = found.openings.get(problem.id, "")
+    return msgspec.structs.replace(problem, opening=opening, tools=found.tools)
 
 
 async def _described(settings: EnvironmentConfig, problems: Sequence[Problem]) -> Described:
     async with ServedEnvironment(settings) as served:
-        deadline = asyncio.get_running_loop().time() + OPENING_TIMEOUT_S
+        deadline, tools = asyncio.get_running_loop().time() + OPENING_TIMEOUT_S, tuple(served.tools())
 
         async def opening(problem: Problem, seed: int) -> str:
             return await served.opening(problem, seed=seed, deadline=deadline)
 
         if not served.resets:
-            return Described(served.reads_text, served.tools(), {})
+            return Described(settings, served.reads_text, tools, {})
         said, again = [await gather(opening(each, seed) for each in problems[:ASKED_TWICE]) for seed in (0, 1)]
         for problem, first, second in zip(problems, said, again, strict=False):
             if first != second:
@@ -70,34 +83,30 @@ async def _described(settings: EnvironmentConfig, problems: Sequence[Problem]) -
                     f"{second[:60]!r}: its opening depends on more than the problem, and prompts are made once"
                 )
         said += await gather(opening(each, 0) for each in problems[ASKED_TWICE:])
-        return Described(
-            served.reads_text, served.tools(), {each.id: text for each, text in zip(problems, said, strict=True)}
-        )
+        openings = {each.id: text for each, text in zip(problems, said, strict=True)}
+        return Described(settings, served.reads_text, tools, openings)
 
 
-def opened(problems: Sequence[Problem], found: Described) -> list[Problem]:
-    """Return the problems with what the environment says of each behind their text."""
-    return [
-        msgspec.structs.replace(each, opening=text) if (text := found.openings.get(each.id)) else each
-        for each in problems
-    ]
-
-
-def plan_environment(
-    settings: EnvironmentConfig | None,
-    found: Described,
+def plan_environments(
+    found: Mapping[str, Described],
     student: ModelFiles,
     arguments: Mapping[str, Any],
     teachers: Mapping[str, ModelFiles] | None = None,
-) -> PlannedEnvironment | None:
-    """Return how it is played, by the chat template. `arguments` are those of prompts, and `teachers` by role.
+) -> dict[str, PlannedEnvironment]:
+    """Return how they are played, by the chat template. `arguments` are those of prompts, and `teachers` by role.
 
     Raises ConfigError, also for a teacher that ends turns otherwise: of a response the last token alone is replaced.
     """
-    if settings is None:
-        return None
+    planned = {each: _planned(each, student, arguments, teachers or {}) for each in dict.fromkeys(found.values())}
+    return {key: planned[each] for key, each in found.items()}
+
+
+def _planned(
+    found: Described, student: ModelFiles, arguments: Mapping[str, Any], teachers: Mapping[str, ModelFiles]
+) -> PlannedEnvironment:
+    settings = found.settings
     bridges = Bridges(student.vocabulary, arguments, found.tools, role=settings.role, history=settings.history)
-    for role, files in (teachers or {}).items():
+    for role, files in teachers.items():
         if bridges.turn_end not in files.vocabulary.end_token_ids:
             token = student.vocabulary.tokenizer.convert_ids_to_tokens(bridges.turn_end)
             raise ConfigError(

@@ -27,7 +27,7 @@ from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginS
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import ProblemSet, load_problem_set, require_answers
 from spot_async.data.prompts import THINKING_END, PromptRenderer, render_all
-from spot_async.environments.planning import PlannedEnvironment, described, opened, plan_environment
+from spot_async.environments.planning import PlannedEnvironment, opened, plan_environments
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem, PromptSource
@@ -183,7 +183,7 @@ def _plan(
     key = evaluation.key_of(name)
     verifier = settings.verifier_of(evaluation)
     judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
-    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=config.environment_columns)
+    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=config.columns(key))
     if judges_answers:
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
@@ -206,8 +206,9 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    problems = opened(problems, about := described(config.environment, problems))
-    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation", about.tools)
+    played = config.environments.get(key)
+    problems, about = opened(problems, {} if played is None else {"": played})  # they are of no training set
+    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation")
     sources = _rendered(problems, renderer, student, max_tokens, key)
     if evaluation.thinking_tokens is not None:
         ends = [(problems[0], student.vocabulary.encode(THINKING_END))]
@@ -215,7 +216,7 @@ def _plan(
     return replace(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
-        environment=plan_environment(config.environment, about, student, renderer.arguments),
+        environment=plan_environments(about, student, renderer.arguments).get(""),
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=[
             *renderer.thinking_doubts(problems[0]),
@@ -224,7 +225,7 @@ def _plan(
             *(examples.doubts(f"{key}.examples", None) if examples is not None else ()),
         ],
         problems=found.problems,
-        template=renderer.template_text,
+        template=renderer.template_text(problems[0].tools),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
@@ -79,7 +80,7 @@ def make_verifier(config: Config, spending: RunSpending) -> Verifier:
 
 
 class RunEnvironment(Opened):
-    """A run's environment, and what reads the calls of turns: processes that are entered and left together."""
+    """An environment of a run's, and what reads the calls of turns: processes that are entered and left together."""
 
     def __init__(self, planned: PlannedEnvironment, vocabulary: Vocabulary) -> None:
         settings, bridges = planned.settings, planned.bridges
@@ -108,9 +109,10 @@ class RunEnvironment(Opened):
             raise PermanentError(str(error)) from None
 
 
-def make_environment(plan: TrainPlan) -> RunEnvironment | None:
-    """Make the environment of training, where it has one."""
-    return None if plan.environment is None else RunEnvironment(plan.environment, plan.student.vocabulary)
+def make_environments(plan: TrainPlan) -> dict[str, RunEnvironment]:
+    """Make the environments of training, by the key of the set. Sets with equal settings share one."""
+    made = {each: RunEnvironment(each, plan.student.vocabulary) for each in dict.fromkeys(plan.environments.values())}
+    return {key: made[each] for key, each in plan.environments.items()}
 
 
 def make_stages(
@@ -118,7 +120,7 @@ def make_stages(
     plan: TrainPlan,
     services: OpenServices,
     verifier: Verifier,
-    environment: RunEnvironment | None = None,
+    environments: Mapping[str, RunEnvironment] = MappingProxyType({}),
     events: Channel | None = None,
     *,
     bounds_prompts: bool = True,
@@ -142,7 +144,7 @@ def make_stages(
     asked = Services(
         student=services.student,
         verifier=verifier,
-        environment=None if environment is None else environment.service,
+        environments={key: each.service for key, each in environments.items()},
         vocabulary=plan.student.vocabulary,
         teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
         # As the base, the student's backend is a `BaseScorer`: the plan has seen to that.

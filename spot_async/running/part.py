@@ -6,7 +6,7 @@ The first part begins where the command does, each other one where a trainer was
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -52,7 +52,7 @@ class OpenRun:
     evaluations: RunEvaluations
     trainer: TrainerProcess
     verifier: Verifier
-    environment: RunEnvironment | None
+    environments: Mapping[str, RunEnvironment]
     services: OpenServices
     sinks: Sequence[MetricSink]
     lag: LoopLag
@@ -74,7 +74,7 @@ class Part:
         self._began = beginning.manifest
         events = Channel()
         events.subscribe(run.events)
-        stages = make_stages(config, run.plan, run.services, run.verifier, run.environment, events=events)
+        stages = make_stages(config, run.plan, run.services, run.verifier, run.environments, events=events)
         log = RunLog(
             run.directory,
             stages,

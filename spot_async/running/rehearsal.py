@@ -89,7 +89,7 @@ def _rehearsed(config: Config, plan: TrainPlan) -> SimulatedRun:
         trainer=SimulatedTrainer(vocab_size=widths["student"]),
         student=SimulatedStudent(**_short(plan.student)),
         teachers=teachers,
-        environment=None if plan.environment is None else simulated_environment(plan.student.vocabulary),
+        environments=dict.fromkeys(plan.environments, simulated_environment(plan.student.vocabulary)),
         reference=SimulatedTeacher(**_short(plan.student), name="reference") if needs.reference else None,
         vocabulary=plan.student.vocabulary,
         common=plan.common,

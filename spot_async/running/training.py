@@ -34,7 +34,7 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.run_weights import RunWeights
-from spot_async.running.assembly import make_environment, make_spending, make_verifier
+from spot_async.running.assembly import make_environments, make_spending, make_verifier
 from spot_async.running.part import OpenRun, Part
 from spot_async.running.ray_places import RayPlaces, placed, placed_nodes
 from spot_async.running.resuming import Beginning, Beginnings
@@ -123,7 +123,7 @@ class TrainingRun(OpenRun):
         self._turns = Turns(self._order)
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
         self.verifier = make_verifier(config, self._spending)
-        self.environment = make_environment(plan)
+        self.environments = make_environments(plan)
 
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
@@ -190,7 +190,7 @@ class TrainingRun(OpenRun):
             self.directory.path,
             run=(self.config, self.plan),
             beside=Companions(
-                entered=[self.trainer, self.verifier, *filter(None, [self.environment])],
+                entered=[self.trainer, self.verifier, *dict.fromkeys(self.environments.values())],
                 watches=places.watches,
                 spending=self._spending,
                 cores=self._cores,
@@ -221,7 +221,7 @@ class TrainingRun(OpenRun):
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
         rows = await self._rows()
         self._warn_once(NO_ADVICE, OutcomeHistory(rows).warning)
-        if self.config.environment is not None:
+        if self.environments:
             self._warn_once(NO_TURNS, lambda finished: unplayed_words(finished.means))
         baseline = getattr(self.config.policy, "baseline", None)
         if isinstance(baseline, float) and baseline > 0:

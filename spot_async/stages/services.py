@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from spot_async.config import SamplingConfig, StagesConfig, teacher_role
 from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.episodes import Tools
 from spot_async.models.own_tokens import OwnTokens
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Environment, Generator, Scorer, Verifier
@@ -86,13 +87,14 @@ class TeacherService:
     own_tokens: OwnTokens | None = None  # how it reads a response in tokens of its own; None: in the student's
     kept_scores: KeptScores | None = None  # answers again what it was asked before
     temperature: float | None = None  # of its scores and responses; None: that of the rollouts
-    render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for it of a chat
+    # Makes a prompt for it of a chat and the tools that it may call.
+    render_turns: Callable[[Sequence[ChatTurn], Tools], IntArray] | None = None
     weight: float = 1.0  # beside those of others that a prompt asks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EnvironmentService:
-    """An environment that answers the student's turns, and how they are played."""
+    """An environment that answers a model's turns, and how they are played."""
 
     server: Environment | ServicePool[Environment]
     rules: Rules
@@ -108,7 +110,8 @@ class Services:
     vocabulary: Vocabulary  # the student's
     teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # by name; an only one's is empty
     reference: Scorer | BaseScorer | ServicePool[Any] | None = None
-    environment: EnvironmentService | None = None  # None: a response is one turn
+    # By the key of the problems' set (`Problem.set_key`). To problems of other sets a response is one turn.
+    environments: Mapping[str, EnvironmentService] = field(default_factory=dict)
     are_base: Collection[str] = ()  # the roles for which servers of the student are asked for its base (`BaseScorer`)
     following: Collection[str] = ()  # the roles of teachers that follow the student
     common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further

@@ -30,6 +30,7 @@ from spot_async.stages.prompt_episodes import PromptEpisodes
 from spot_async.stages.requests import PromptRequests, content, given, identity, nothing
 from spot_async.stages.services import (
     STATED_BY,
+    EnvironmentService,
     Services,
     StagesSettings,
     TeacherService,
@@ -82,8 +83,8 @@ class Stages:
         requests = requests_per_prompt(needs)
         limits = settings.limits
 
-        def stage(kind: str, service: S | ServicePool[S], own: StageConfig, teacher: str = "") -> Stage[S]:
-            name = f"{kind}.{teacher}" if teacher else kind
+        def stage(kind: str, service: S | ServicePool[S], own: StageConfig, which: str = "") -> Stage[S]:
+            name = f"{kind}.{which}" if which else kind
             role = stage_server(name) or ""
             pause = self.pauses.get("student" if role in services.are_base else role)
             stage_limits = StageLimits(
@@ -129,8 +130,13 @@ class Stages:
         self.probe: Stage[Generator] = stage("probe", student, limits.probe)
         self.verify = stage("verify", services.verifier, limits.verify)
         self.reference = stage("reference", services.reference, limits.reference)
-        environment: Any = None if services.environment is None else services.environment.server
-        self.environment: Stage[Environment] = stage("environment", environment, limits.environment)
+        played = services.environments
+        made: dict[EnvironmentService, Stage[Environment]] = {}
+        for key, each in played.items():
+            if each not in made:
+                which = key if len({*played.values()}) > 1 else ""
+                made[each] = stage("environment", each.server, limits.environment, which)
+        self.environments = {key: made[each] for key, each in played.items()}
         self.all: tuple[Stage[Any], ...] = (
             self.rollout,
             *(each.score for each in self.teachers.values()),
@@ -140,7 +146,7 @@ class Stages:
         )
         self.all += tuple(each.response for each in self.teachers.values()) if needs.teacher_responses else ()
         self.all += (self.reference,) if services.reference is not None else ()
-        self.all += (self.environment,) if environment is not None else ()
+        self.all += tuple(made.values())
 
     def teacher(self, name: str = "") -> TeacherStages:
         """Return a teacher's stages. Raise ContractError unless it is there, or is the only one and has no name."""
@@ -185,9 +191,10 @@ class BoundStages:
         self._read_before: dict[bytes, list[tuple[Vocabulary, IntArray]]] = {}
         self._plain: dict[int, bytes] = {}  # whole responses of the student's to the prompt: their ids, by number
         self._verdicts: dict[bytes, Verdict] = {}  # by the response's ids
-        played = stages.services.environment
+        key = prompt.problem.set_key
+        played = stages.services.environments.get(key)
         self._episodes = (
-            None if played is None else PromptEpisodes(stages.environment, played, prompt, stages.settings.seed)
+            None if played is None else PromptEpisodes(stages.environments[key], played, prompt, stages.settings.seed)
         )
 
     @property

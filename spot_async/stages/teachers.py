@@ -82,7 +82,8 @@ class BoundTeacher:
     def prompt(self, *turns: ChatTurn | str) -> IntArray:
         if (render := self._teacher.service.render_turns) is None:
             raise ContractError("the policy makes a prompt for the teacher, and these services have no render_turns")
-        return render([ChatTurn(role="user", content=turn) if isinstance(turn, str) else turn for turn in turns])
+        chat = [ChatTurn(role="user", content=turn) if isinstance(turn, str) else turn for turn in turns]
+        return render(chat, self._prompt.problem.tools)
 
     async def response(
         self,

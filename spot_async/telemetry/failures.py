@@ -172,7 +172,7 @@ class EntropyHistory:
 
 def unplayed_words(means: Mapping[str, float]) -> str:
     """Return what is wrong if most responses got nothing from the environment, or no answer; empty if they did."""
-    if means.get("environment/calls", 0.0) < 1 / 2:
+    if means.get("environment/calls", 1.0) < 1 / 2:
         return NEVER_CALLS
     if means.get("environment/out_of_turns", 0.0) > 1 / 2:
         return "more than half of the responses ran out of turns, and have no answer: raise environment.max_turns"

@@ -49,7 +49,7 @@ def run_times(
         else {},
         iterations=sum("iteration" in row for row in rows),
         may_be_asynchronous=may_be_asynchronous(config, cores),
-        has_environment=bool(config.get("environment")),
+        has_environment=bool(environments_of(config)),
     )
 
 
@@ -125,14 +125,25 @@ def stage_names(rows: Rows) -> list[str]:
     return [name for name in names if total(rows, f"stage/{name}/requests")]
 
 
+def environments_of(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the environments of a configuration's training sets, by the key of the set."""
+    train = (config.get("data") or {}).get("train")
+    sets = enumerate(train) if isinstance(train, list) else [("", train)]
+    own = {
+        f"data.train.{n}".rstrip("."): each.get("environment") if isinstance(each, dict) else None for n, each in sets
+    }
+    return {key: found for key, each in own.items() if (found := each or config.get("environment"))}
+
+
 def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | None:
     """Return how many requests the stage's servers generate at once, all together, while `down` of them are down.
 
     An environment answers as many as it has workers. None for other stages that do not generate, and where the
     configuration does not say: servers at a `url` were started with a number of slots that it does not know.
     """
-    if stage == "environment":
-        workers: int | None = (config.get("environment") or {}).get("workers")
+    if stage_kind(stage) == "environment":
+        played = environments_of(config)
+        workers: int | None = played.get(stage.partition(".")[2], next(iter(played.values()), {})).get("workers")
         return workers
     if stage_kind(stage) not in GENERATING:
         return None

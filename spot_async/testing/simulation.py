@@ -32,6 +32,7 @@ from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveStudent
 from spot_async.loop.resuming import Records
 from spot_async.models.common_vocabulary import tails_with
+from spot_async.models.episodes import Tools
 from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
@@ -100,7 +101,7 @@ def simulated_vocabulary(end_token_ids: tuple[int, ...] = (END_TOKEN,), text: Ca
     return Vocabulary(tokenizer, end_token_ids)
 
 
-def simulated_turn_ids(turns: Sequence[ChatTurn | str]) -> IntArray:
+def simulated_turn_ids(turns: Sequence[ChatTurn | str], tools: Tools = ()) -> IntArray:
     """Return ids that stand for a prompt of these turns: one for each word, and one that ends it."""
     text = " ".join(turn if isinstance(turn, str) else turn.content for turn in turns)
     return np.array([2 + zlib.crc32(word.encode()) % (VOCAB_SIZE - 2) for word in [*text.split(), "\n"]], np.int32)

@@ -137,7 +137,7 @@ def silence_limits(config: Config, needs: PolicyNeeds, *, revises: bool = False)
         f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s for role, model in config.models.items()
     }
     longest, recovery_s = max(recoveries.items(), key=lambda each: each[1])
-    turns = 1 if config.environment is None else 2 * config.environment.max_turns
+    turns = max((2 * each.max_turns for each in config.environments.values()), default=1)
     requests = _requests_in_a_row(needs, turns)
     legal_s = requests * config.stages.timeout_s + recovery_s
     if timeout_s is not None and timeout_s < legal_s:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -241,16 +242,16 @@ def test_a_prompt_shows_its_tools_and_what_they_spell_is_letters(chatml, monkeyp
         (TeacherPromptRenderer if teacher else PromptRenderer),
         validate_as(PromptConfig, {"teacher": teacher}),
     )
-    problem = Problem(id="p", text="1+1", answer="2")
-    renderer = kind(chatml, config, tools=[TOOL])
+    problem = Problem(id="p", text="1+1", answer="2", tools=(TOOL,))
+    renderer = kind(chatml, config)
     ids = renderer.token_ids(problem)
     assert ids.tolist().count(chatml.tokenizer.eos_token_id) == 2  # the tools', and the problem's
     assert chatml.whole_text(ids) == renderer.text(problem)
     assert renderer.text(problem).startswith('<|im_start|>tools\n[{"type": "function"')
-    assert renderer.template_text == TOOLS_FIRST
+    assert renderer.template_text([TOOL]) == TOOLS_FIRST
     assert tried[0][2]["tools"] == [TOOL]
     chatml.tokenizer.chat_template = TOOLS_FIRST
-    assert kind(chatml, config).text(problem).startswith("<|im_start|>user")
+    assert renderer.text(replace(problem, tools=())).startswith("<|im_start|>user")
 
 
 def test_a_token_that_cannot_be_read_as_letters_is_refused_by_the_problems_name():

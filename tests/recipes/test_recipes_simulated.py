@@ -50,7 +50,7 @@ def run_of(name: str, *judgements: Judgement) -> tuple[Any, Numbers, list[list[C
     """Return the run of a recipe under such a verifier, and the turns of each prompt that it made for the teacher."""
     read: list[list[ChatTurn]] = []
 
-    def render(turns: Any) -> Any:
+    def render(turns: Any, tools: Any) -> Any:
         read.append([*turns])
         return simulated_turn_ids(turns)
 

@@ -15,6 +15,8 @@ import pytest
 from command import ROOT, Command, assert_refused, error_lines, invoke, small_disk
 
 import spot_async
+from spot_async.checks.plan import plan_training
+from spot_async.config.loading import validate
 
 EXAMPLE = ROOT / "examples" / "running_sum"
 
@@ -67,6 +69,79 @@ async def test_a_run_learns_from_episodes_and_evaluates_on_them(
     assert {each["turns"] for each in held_out} & {2}
 
 
+HELD_OUT = str(EXAMPLE / "data/heldout.jsonl")
+SEVERAL = {  # an environment for each of two sets, and none for the third
+    "train": [
+        {"path": HELD_OUT, "share": 0.5, "environment": {"object": "text_worlds:Again"}},
+        {"path": HELD_OUT, "share": 0.25, "environment": {"object": "text_worlds:Once", "judge": "environment"}},
+        {"path": HELD_OUT, "share": 0.25},
+    ]
+}
+
+
+def of_several_sets(run: Path, **data: Any) -> dict[str, Any]:
+    return {
+        "student": {"model": str(EXAMPLE / "student")},
+        "teacher": {"model": str(EXAMPLE / "teacher")},
+        "data": {**SEVERAL, **data},
+        "prompt": {"instruction": ""},
+        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 240},
+        "policy": {"kind": "opd"},
+        "training": {"iterations": 1, "batch_size": 16, "mini_batch_size": 8, "learning_rate": 2e-4},
+        "run": {"directory": str(run)},
+    }
+
+
+async def test_each_set_is_played_in_its_own_environment_and_the_last_in_none(
+    tmp_path: Path, servers_on_threads: None, trainer_on_thread: None
+) -> None:
+    held_out = {"path": HELD_OUT, "samples": 1, "max_response_tokens": 240, "verifier": "boxed_match"}
+    benchmarks = {"played": {**held_out, "environment": {"object": "text_worlds:Again"}}, "plain": held_out}
+    evaluated = {"evaluation": {"benchmarks": benchmarks, "limit": 2}}
+    await spot_async.run_async({**of_several_sets(tmp_path / "run"), **evaluated})
+    of_set: dict[str, list[dict[str, Any]]] = {"1": [], "2": [], "3": []}
+    for each in samples_of(tmp_path / "run"):
+        of_set[each["problem_id"][0]].append(each)
+    assert [*map(len, of_set.values())] == [8, 4, 4]
+    assert max(len(each["turns"]) for each in of_set["1"]) == 2
+    assert all(each["turns"] == [0] for each in of_set["2"])
+    assert {each["reward"] for each in of_set["2"] if each["ended"] == "done"} == {0.25}
+    assert all("turns" not in each for each in of_set["3"])
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    played = [each for key in "12" for each in of_set[key]]
+    assert row["environment/turns"] == pytest.approx(sum(len(each["turns"]) for each in played) / 12)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "evaluation-after.jsonl").read_text().splitlines()]
+    assert [("turns" in each) for each in rows] == [each["benchmark"] == "played" for each in rows]
+
+    sets = [{name: value for name, value in each.items() if name != "environment"} for each in SEVERAL["train"]]
+    await spot_async.run_async(of_several_sets(tmp_path / "plain", train=sets))
+    plain = [each["response_ids"] for each in samples_of(tmp_path / "plain") if each["problem_id"][0] == "3"]
+    assert sorted(plain) == sorted(each["response_ids"] for each in of_set["3"])
+
+
+@pytest.mark.usefixtures("servers_on_threads", "asked_again_soon")
+def test_check_plays_episodes_of_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(of_several_sets(tmp_path / "run")))
+    shown = invoke(monkeypatch, "check", str(tmp_path / "run.yaml")).output
+    (first, second) = [line for line in shown.splitlines() if line.startswith("environment of data.train.")]
+    assert "data.train.0: 8 episodes" in first
+    assert "played again in a new process: the same" in first
+    assert "data.train.1: 8 episodes: 1.0 turns" in second
+
+
+def test_sets_with_equal_environments_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = {"object": "text_worlds:Again"}
+    sets = [{"path": HELD_OUT}, {"path": HELD_OUT, "environment": {"object": "text_worlds:Once"}}]
+    sets += [{"path": HELD_OUT, "environment": again}]
+    config = validate({**of_several_sets(Path("run"), train=sets), "environment": again})
+    monkeypatch.syspath_prepend(ROOT / "tests" / "support")
+    plan = plan_training(config)
+    assert plan.environments["data.train.0"] is plan.environments["data.train.2"]
+    assert plan.environments["data.train.0"] is not plan.environments["data.train.1"]
+    openings = {each.set_key: each.opening for each in plan.problems}
+    assert openings == {"data.train.0": "1+1", "data.train.1": "2+2", "data.train.2": "1+1"}
+
+
 def test_a_reset_gets_the_columns_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"problem": f"a{n}+1", "answer": str(n + 1), "tier": "easy", "deck": [n, n]} for n in range(64)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -93,6 +168,18 @@ REFUSED = {
     "an opening that changes": (
         ["environment.object=text_worlds:Moody"],
         ["its opening depends on more than the problem"],
+    ),
+    "an environment that is no set's": (
+        ["environment.object=text_worlds:Again", "data.train.environment.object=text_worlds:Once", "evaluation=null"],
+        ["environment: is no set's, since each has one of its own: remove it"],
+    ),
+    "an environment of a set that is not there": (
+        ["data.train.7.environment.object=text_worlds:Again"],
+        ["data.train.7: unknown key"],
+    ),
+    "columns that another set's file has not": (
+        ['data.train.environment={object: "text_worlds:Told", columns: [hand]}'],
+        ["no column 'hand', which environment.columns names"],
     ),
     "one turn": (
         ["environment.object=text_worlds:Again", "environment.max_turns=1"],
@@ -139,8 +226,8 @@ def test_what_answers_otherwise_when_it_is_played_again_says_so_or_is_refused(
     assert "environment.replayable=false: a run that was interrupted goes on with other episodes" in found.output
 
 
+WHERE = {"one": "environment.object=text_worlds:Slow", "several": f"data.train={json.dumps(SEVERAL['train'])}"}
 KEYS = (
-    "environment.object=text_worlds:Slow",
     *("training.iterations=4", "training.batch_size=8", "training.mini_batch_size=8"),
     *("training.warmup_iterations=0", "training.checkpoint_every=1", "evaluation=null"),
 )
@@ -152,24 +239,26 @@ ENDS = {  # and the exit code and words of each
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing ended."""
-    run = tmp_path_factory.mktemp("runs") / "whole"
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The keys and the directory of a run that nothing ended."""
+    run, keys = tmp_path_factory.mktemp("runs") / "whole", [WHERE[request.param], *KEYS]
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
-        assert Command("train", "configs/quickstart.yaml", f"run.directory={run}", *KEYS).finish()[0] == 0
-    return run
+        assert Command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys).finish()[0] == 0
+    return keys, run
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(
+    ("whole", "how"), [*(("one", how) for how in ENDS), ("several", "SIGKILL")], indirect=["whole"]
+)
 def test_a_run_that_ends_in_an_episode_leaves_nothing_and_continues_to_the_same_weights(
-    how: str, whole: Path, tmp_path: Path
+    whole: tuple[list[str], Path], how: str, tmp_path: Path
 ) -> None:
-    code, words = ENDS[how]
+    (keys, uncut), (code, words) = whole, ENDS[how]
     with small_disk(tmp_path / "disk", "64m") if how == "a full disk" else nullcontext(tmp_path) as disk:
         run, filler = disk / "run", disk / "filler"
-        first = Command("train", "configs/quickstart.yaml", f"run.directory={run}", *KEYS)
+        first = Command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys)
         while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 2:
             assert first.process.poll() is None, first.finish()
             time.sleep(0.05)
@@ -184,9 +273,9 @@ def test_a_run_that_ends_in_an_episode_leaves_nothing_and_continues_to_the_same_
         first.assert_nothing_left()
         filler.unlink(missing_ok=True)
         assert Command("train", "--resume", str(run)).finish()[0] == 0
-        weights = [(each / "student" / "model.safetensors").read_bytes() for each in (whole, run)]
+        weights = [(each / "student" / "model.safetensors").read_bytes() for each in (uncut, run)]
         assert weights[0] == weights[1]
         ids = [
-            sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(ran)) for ran in (whole, run)
+            sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(ran)) for ran in (uncut, run)
         ]
         assert ids[0] == ids[1]

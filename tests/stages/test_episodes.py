@@ -150,7 +150,9 @@ POLICIES: dict[str, Callable[[], Any]] = {
 def test_every_method_learns_from_episodes_as_it_is(name: str, max_staleness: int) -> None:
     def run() -> list[Sample]:
         environment = simulated_environment(VOCABULARY)
-        made = simulated_run(POLICIES[name](), max_staleness=max_staleness, iterations=3, environment=environment)
+        made = simulated_run(
+            POLICIES[name](), max_staleness=max_staleness, iterations=3, environments={"": environment}
+        )
         return made.samples
 
     samples = run()
@@ -218,7 +220,7 @@ def test_no_turn_waits_for_the_longest_response(n: int, max_staleness: int) -> N
             run = make_run(
                 make_policy(GrpoPolicy, samples=n) if n > 1 else make_policy(OpdPolicy),
                 student=Long(4 // turns, waits=turns > 1),
-                environment=played and replace(played, server=Endless()),
+                environments={"": replace(played, server=Endless())} if played else {},
                 sampling=SamplingConfig(max_response_tokens=2000),
                 trainer=SimulatedTrainer(step_s=0.1),
                 **{"batch_size": 64, "iterations": 3, "max_staleness": max_staleness},
@@ -235,6 +237,23 @@ def test_no_turn_waits_for_the_longest_response(n: int, max_staleness: int) -> N
 
 
 async def test_a_prefix_has_no_place_in_an_episode() -> None:
-    run = make_run(make_policy(OpdPolicy), environment=simulated_environment(VOCABULARY))
+    run = make_run(make_policy(OpdPolicy), environments={"": simulated_environment(VOCABULARY)})
     with pytest.raises(ContractError, match="continues a prefix, and nobody knows which turn"):
         await run.stages.for_prompt(next(simulated_prompts())).rollout(prefix_ids=[5])
+
+
+def test_sets_share_the_limit_of_their_environment() -> None:
+    """Of several, each has requests of its own, which are named by the first of its sets."""
+    one, other = (simulated_environment(VOCABULARY) for _ in range(2))
+    of_set = ["", "a", "b", "c"]
+    prompts = [
+        msgspec.structs.replace(each, problem=msgspec.structs.replace(each.problem, set_key=of_set[each.ordinal % 4]))
+        for each in simulated_prompts(64)
+    ]
+    run = simulated_run(
+        make_policy(OpdPolicy), prompts=prompts, iterations=1, environments={"a": one, "b": one, "c": other}
+    )
+    assert [each.name for each in run.stages.all if each.name.startswith("env")] == ["environment.a", "environment.c"]
+    turns = {n % 4: "turns" in each.record for n, each in enumerate(run.samples)}
+    assert turns == {0: False, 1: True, 2: True, 3: True}
+    assert run.stages.environments["a"] is run.stages.environments["b"]

@@ -186,7 +186,7 @@ async def test_a_context_that_is_longer_than_the_needs_state_is_refused_before_i
 
 async def test_turns_become_a_prompt_by_the_teachers_template_and_a_text_is_a_users():
     turns = []
-    stages = bound(Recorder(), PLAIN, render_turns=lambda given: turns.extend(given) or CONTEXT)
+    stages = bound(Recorder(), PLAIN, render_turns=lambda given, tools: turns.extend(given) or CONTEXT)
     written = ChatTurn(role="assistant", content="2")
     assert stages.teacher_prompt("1+1", written, "1+2") is CONTEXT
     user = [ChatTurn(role="user", content=text) for text in ("1+1", "1+2")]

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from spot_async.backends.shared.settings import EndpointSettings
 from spot_async.base import registry
-from spot_async.config import Config, PluginSettings, Section
+from spot_async.config import Config, EnvironmentConfig, PluginSettings, Section
 from spot_async.config.plugins import RoutedSettings
 from spot_async.config.problems import ProblemSetConfig, TeacherPromptConfig, TemplateConfig
 from spot_async.config.suggestions import OtherName, other_names
@@ -211,6 +211,9 @@ def _rows(
         if section is None:
             default = _default_text(name, field, defaults)
             yield f"`{key}`", _type_text(name, field, properties[name]), default, _unit(name), field.description
+            continue
+        if section is EnvironmentConfig:  # of a set; the section at the top has the table, and its keys count once
+            yield f"`{key}`", "[section](#environment) or `null`", "`null`", NONE, field.description
             continue
         inner, shared = defaults.get(name), None if is_whole else _shared(section)
         form = "section" if shared is None else _link(shared)

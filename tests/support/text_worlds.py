@@ -26,6 +26,16 @@ class Slow(Again):
         return super().step(action)
 
 
+class Once(Again):
+    """Ends with the first answer, which is worth a quarter."""
+
+    def reset(self, **row: Any) -> str:
+        return "2+2"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "3+3=", 0.25, True
+
+
 class Told(Again):
     """Says a column of the problem's row."""
 

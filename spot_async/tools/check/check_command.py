@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ def show_run(
     for key, found_in in plan.sets.items():
         if len(plan.sets) > 1:
             screen.rule(Text(f"{key}: {', '.join(config.data.sets[key].paths)}"), align="left")
-        tokens = [len(each.token_ids) for each in render_all(found_in.problems, plan.renderer)]
+        shown = [each for each in plan.problems if each.set_key == key]
+        tokens = [len(each.token_ids) for each in render_all(shown, plan.renderer)]
         show_problems(screen, found_in, tokens, config.sampling.max_prompt_tokens)
     if len(plan.sets) > 1:
         show_sets(screen, config, plan)
@@ -210,7 +211,7 @@ class ServersCheck:
 
     diagnosis: Diagnosis | None = None
     slope: Slope | None = None  # with `--slope`
-    episodes: PlayedEpisodes | None = None  # beside an environment
+    episodes: list[PlayedEpisodes] = field(default_factory=list)  # of each environment
 
     def run(
         self, screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool, problems: int | None
@@ -228,9 +229,9 @@ class ServersCheck:
                 show_servers(screen, found)
 
         def played(found: PlayedEpisodes) -> None:
-            self.episodes = found
+            self.episodes.append(found)
             if is_shown:
-                screen.print(Text(f"environment: {found.words}"), soft_wrap=True)
+                screen.print(Text(found.words), soft_wrap=True)
                 show_warnings(screen, [*filter(None, [unplayed_words(found.means)])])
 
         with status if is_shown else contextlib.nullcontext():
@@ -247,6 +248,6 @@ def print_json(screen: Console, found: FilesCheck, of_servers: ServersCheck) -> 
         tree |= {"roles": roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     if of_servers.slope is not None:
         tree["slope"] = of_servers.slope
-    if of_servers.episodes is not None:
+    if of_servers.episodes:
         tree["episodes"] = of_servers.episodes
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)

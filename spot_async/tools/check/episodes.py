@@ -1,4 +1,4 @@
-"""Plays a few episodes with a run's student and environment, and one of them again in new processes."""
+"""Plays a few episodes with a run's student and each environment, and one of them again in new processes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ AGAIN_TIMEOUT_S = 600.0
 class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
     """What a few episodes showed."""
 
+    sets: Sequence[str]  # whose environment it is; empty for the only one of a run
     episodes: int
     means: Mapping[str, float]  # of their metrics
     ended: Mapping[str, int]
@@ -40,9 +41,10 @@ class PlayedEpisodes(msgspec.Struct, frozen=True, kw_only=True):
         ends = ", ".join(f"{many} by {why}" for why, many in sorted(self.ended.items()))
         again = f"{counted(self.replayed_steps, 'step')} played again in a new process: the same"
         turns, *shares = (self.means[f"environment/{name}"] for name in ("turns", "calls", "errors", "unreadable"))
+        whose = f" of {' and '.join(self.sets)}" if self.sets else ""
         return (
-            f"{counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an answer, {shares[1]:.0%} "
-            f"an error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
+            f"environment{whose}: {counted(self.episodes, 'episode')}: {turns:.1f} turns, {shares[0]:.0%} had an "
+            f"answer, {shares[1]:.0%} an error, {shares[2]:.0%} a call that could not be read; ended {ends}. "
             + (again if self.replayed_steps else "Nothing was played again")
         )
 
@@ -65,13 +67,20 @@ class _Noting:
 
 
 async def play_episodes(
-    config: Config, plan: TrainPlan, services: OpenServices, verifier: Verifier, environment: RunEnvironment
-) -> PlayedEpisodes:
-    """Play one response to each of a few prompts. Raises ConfigError if new processes answer otherwise."""
-    assert config.environment is not None
-    noting = _Noting(environment.served)
-    environment.service = replace(environment.service, server=noting)
-    stages = make_stages(config, plan, services, verifier, environment)
+    config: Config,
+    plan: TrainPlan,
+    services: OpenServices,
+    verifier: Verifier,
+    environments: Mapping[str, RunEnvironment],
+) -> list[PlayedEpisodes]:
+    """Play one response to each of a few prompts of every environment.
+
+    Raises ConfigError if new processes answer otherwise.
+    """
+    noting = {each: _Noting(each.served) for each in dict.fromkeys(environments.values())}
+    for environment, server in noting.items():
+        environment.service = replace(environment.service, server=server)
+    stages = make_stages(config, plan, services, verifier, environments)
 
     async def played(prompt: Prompt) -> Sample:
         bound = stages.for_prompt(prompt)
@@ -79,27 +88,39 @@ async def play_episodes(
         bare = Sample(supervision=None, metrics={}, record={"response_ids": response.token_ids})
         return bound.recorded([bare])[0]
 
-    found = await gather(played(prompt) for prompt in islice(plan.schedule, EPISODES))
-    means = mean_metrics([each.metrics for each in found])
-    steps: list[Step] = []
-    if noting.longest is not None and config.environment.replayable:
-        problem, seed, steps = noting.longest
-        async with ServedEnvironment(config.environment) as again:
-            deadline = asyncio.get_running_loop().time() + AGAIN_TIMEOUT_S
-            *before, last = steps
-            try:
-                now = await again.act(problem, before, last.action, seed=seed, deadline=deadline)
-            except RequestError as error:
-                raise ConfigError(str(error)) from None
-            if now != last.observation:
-                raise ConfigError(
-                    f"environment: turn {len(steps)} of problem {problem.id!r} was answered differently when it was "
-                    f"played again: {last.observation.texts}, then {now.texts}: it depends on more than problem, seed "
-                    "and actions (environment.replayable)"
-                )
-    return PlayedEpisodes(
-        episodes=len(found),
-        ended=Counter(each.record["ended"] for each in found),
-        replayed_steps=len(steps),
-        means=means,
-    )
+    found = []
+    for environment, server in noting.items():
+        sets = [key for key, each in environments.items() if each is environment]
+        prompts = (each for each in plan.schedule if each.problem.set_key in sets)
+        samples = await gather(played(prompt) for prompt in islice(prompts, EPISODES))
+        found.append(
+            PlayedEpisodes(
+                sets=sets if len(noting) > 1 else (),
+                episodes=len(samples),
+                ended=Counter(each.record["ended"] for each in samples),
+                replayed_steps=await _steps_again(environment, server),
+                means=mean_metrics([each.metrics for each in samples]),
+            )
+        )
+    return found
+
+
+async def _steps_again(environment: RunEnvironment, noting: _Noting) -> int:
+    """Have new processes answer the longest episode's last step, and return how many they played for that."""
+    if noting.longest is None or not environment.served.settings.replayable:
+        return 0
+    problem, seed, steps = noting.longest
+    async with ServedEnvironment(environment.served.settings) as again:
+        deadline = asyncio.get_running_loop().time() + AGAIN_TIMEOUT_S
+        *before, last = steps
+        try:
+            now = await again.act(problem, before, last.action, seed=seed, deadline=deadline)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        if now != last.observation:
+            raise ConfigError(
+                f"environment: turn {len(steps)} of problem {problem.id!r} was answered differently when it was "
+                f"played again: {last.observation.texts}, then {now.texts}: it depends on more than problem, seed "
+                "and actions (environment.replayable)"
+            )
+    return len(steps)

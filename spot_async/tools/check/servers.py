@@ -19,7 +19,7 @@ from spot_async.checks.score_rows import RIGHT
 from spot_async.checks.server_diagnosis import UNLIKELY
 from spot_async.checks.server_facts import Answer, ServerFacts, known
 from spot_async.config import Config
-from spot_async.running.assembly import make_environment, make_spending, make_verifier
+from spot_async.running.assembly import make_environments, make_spending, make_verifier
 from spot_async.running.measuring import open_verifiers
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.telemetry.bottleneck import percent
@@ -47,16 +47,15 @@ async def examine(
     that is.
     """
     spending = make_spending(config, plan)
-    verifier, environment = make_verifier(config, spending), make_environment(plan)
+    verifier, environments = make_verifier(config, spending), make_environments(plan)
     listener = StartListener(diagnosed=diagnosed)
-    entered: list[AbstractAsyncContextManager[Any]] = [verifier]
-    entered += [] if environment is None else [environment]
+    entered: list[AbstractAsyncContextManager[Any]] = [verifier, *dict.fromkeys(environments.values())]
     beside = Companions(spending=spending, entered=entered, listener=listener)
     opening = open_services(plan.served, directory, run=(config, plan), is_used=problems is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
         await open_verifiers(plan.evaluation, stack)
-        if environment is not None:
-            played(await play_episodes(config, plan, services, verifier, environment))
+        for found in await play_episodes(config, plan, services, verifier, environments):
+            played(found)
         if problems is None:
             return None
         return await measure_slope(config, plan, services, verifier, problems, tell)

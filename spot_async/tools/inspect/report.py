@@ -27,6 +27,7 @@ from spot_async.telemetry.failures import kinds_words
 from spot_async.telemetry.outcome_slope import outcome_words
 from spot_async.telemetry.totals import (
     Rows,
+    environments_of,
     is_strict,
     limit_use,
     masked_share,
@@ -351,7 +352,7 @@ def facts(
     prompts = (summary or {}).get("prompts", {})
     seconds = total(rows, "time/iteration_s")
     masked = masked_share(rows)
-    environment = config.get("environment") or {}
+    environments = environments_of(config).values()
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "selection": config.get("policy", {}).get("selection"),
@@ -360,8 +361,12 @@ def facts(
         "outcome slope": outcome_words(rows) or None,
         "best": evaluated and evaluated.best_words,
         "staleness": staleness_words(config, rows),
-        "resuming": None if environment.get("replayable", True) else "not exact: environment.replayable=false",
-        "episodes": "not shut in: environment.sandbox=none" if environment.get("sandbox") == "none" else None,
+        "resuming": None
+        if all(each.get("replayable", True) for each in environments)
+        else "not exact: environment.replayable=false",
+        "episodes": "not shut in: environment.sandbox=none"
+        if any(each.get("sandbox") == "none" for each in environments)
+        else None,
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
