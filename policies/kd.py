@@ -18,7 +18,7 @@ from pydantic import Field
 
 from spot_async.base.tasks import both
 from spot_async.config import PositiveInt, RoutedSettings, teacher_area
-from spot_async.models.responses import foreign
+from spot_async.models.responses import counted_tokens, foreign
 from spot_async.protocols import PromptStages
 from spot_async.terms import compared, forward_kl, on_policy, row_bytes, written
 from spot_async.types import (
@@ -93,7 +93,7 @@ class KdPolicy:
     def _sample(self, prompt: Prompt, stages: PromptStages, taught: Taught) -> Sample:
         response, area = taught.response, teacher_area(taught.writer)
         metrics = {
-            f"{area}/tokens": float(len(response.token_ids)),
+            f"{area}/tokens": float(counted_tokens(response).sum()),
             f"{area}/truncated": float(response.finish_reason == "length"),
             **teacher_metrics(taught.scores),
         }

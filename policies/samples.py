@@ -129,10 +129,14 @@ def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, ju
     oldest, record = oldest_version(rollout), response_record(prompt, stages, rollout, judgement)
     record |= {"version": None if oldest is None else str(oldest), "behavior_logprobs": rollout.logprobs}
     if any(span.version is None for span in rollout.version_spans):
-        record["writers"] = [[span.start, span.end, _writer_of(span)] for span in rollout.version_spans]
+        record["writers"] = _writers(rollout)
         sampled = sampled_tokens(rollout)
         record["behavior_logprobs"] = np.where(sampled, rollout.logprobs, np.float32(np.nan))
     return record
+
+
+def _writers(response: Generation) -> list[list[Any]]:
+    return [[span.start, span.end, _writer_of(span)] for span in response.version_spans]
 
 
 def _writer_of(span: VersionSpan) -> str | None:
@@ -144,7 +148,7 @@ def _writer_of(span: VersionSpan) -> str | None:
 def response_record(prompt: Prompt, stages: PromptStages, response: Generation, judgement: Judgement) -> dict[str, Any]:
     """Return the problem, the response and its verdict, with which every line of `samples.jsonl` starts.
 
-    A reward that is not the verdict's, and feedback, follow where the verifier gave them.
+    A reward that is not the verdict's, and feedback, follow where the verifier gave them, and who wrote an episode.
     """
     record: dict[str, Any] = {
         "problem_id": prompt.problem.id,
@@ -161,6 +165,8 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
         record["domain"] = prompt.problem.domain
     if judgement.reward != judgement.verdict.reward:
         record["reward"] = judgement.reward
+    if any(span.is_read for span in response.version_spans):
+        record["writers"] = _writers(response)
     return record | ({"feedback": judgement.feedback} if judgement.feedback else {})
 
 

@@ -25,7 +25,7 @@ class SgOpd:
         if random.Random(f"{self.seed} {prompt.ordinal}").random() < share:
             y = (shown := await stages.teacher_response()).token_ids
             if (judged := await stages.verify(y)).verdict is spot.Verdict.CORRECT:
-                return [spot.student_sample(prompt, stages, shown, judged, soft_targets=(spot.written(y),))]
+                return [spot.student_sample(prompt, stages, shown, judged, soft_targets=(spot.written(shown),))]
         y = (rollout := await stages.rollout()).token_ids
         scores, judged = await spot.both(stages.score(y, top_k=0), stages.verify(y))
         return [spot.student_sample(prompt, stages, rollout, judged, scores, pulls=(spot.pull(scores),))]

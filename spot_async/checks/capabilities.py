@@ -84,6 +84,9 @@ def check_capabilities(
             (needs.exact_entropy and not teacher.exact_entropy, f"{role}.backend does not serve exact entropies"),
             (needs.teacher_responses > 0 and not teacher.generation,
              f"{role}.backend writes no responses, policy {config.policy.kind} needs them: set another {role}.backend"),
+            (bool(config.environments) and needs.teacher_responses > 0 and not teacher.sampled_token_ids,
+             f"environment: {role}.backend does not say which token ids it sampled, so its turns would be read as "
+             f"others: set another {role}.backend"),
         ]  # fmt: skip
     refusals = [message for is_missing, message in missing if is_missing]
     if refusals:
@@ -91,15 +94,9 @@ def check_capabilities(
 
 
 def check_environment(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError for a policy that an environment is not made for: its teacher writes, or it probes."""
-    environments = config.environments.values()
-    if needs.probes_per_prompt and not all(each.replayable for each in environments):
+    """Raise ConfigError for a policy that probes beside an environment that cannot be played again."""
+    if needs.probes_per_prompt and not all(each.replayable for each in config.environments.values()):
         raise ConfigError(f"environment: policy {config.policy.kind} probes, which needs environment.replayable")
-    if environments and needs.teacher_responses:
-        raise ConfigError(
-            f"environment: policy.kind={config.policy.kind} has a teacher write, and teachers do not play "
-            "(docs/coming-from.md): take a method that learns from the student's responses"
-        )
 
 
 def check_own_tokenizers(config: Config, needs: PolicyNeeds, vocab_size: int) -> None:

@@ -156,7 +156,8 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems, about = opened(problems, played)
     student, known = models.student, min(models.common.widths.values())
     renderer = _student_renderer(config.prompt, models)
-    environments = plan_environments(about, student, renderer.arguments, models.teachers)
+    writes = needs.teacher_responses > 0
+    environments = plan_environments(about, student, renderer.arguments, models.teachers, teachers_write=writes)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     renderer.check_rows("data.train", read, known, "the models")

@@ -32,7 +32,7 @@ class EnvironmentConfig(Section):
         None,
         description="response template in JSON that reads calls; default: the tokenizer's, or one that is known",
     )
-    max_turns: PositiveInt = Field(4, ge=2, description="turns of the student's in one response")
+    max_turns: PositiveInt = Field(4, ge=2, description="turns of the model's in one response")
     max_observation_tokens: PositiveInt = Field(
         512, description="tokens of what is answered to a turn; what is longer loses its middle"
     )

@@ -92,27 +92,31 @@ def plan_environments(
     student: ModelFiles,
     arguments: Mapping[str, Any],
     teachers: Mapping[str, ModelFiles] | None = None,
+    *,
+    teachers_write: bool = False,
 ) -> dict[str, PlannedEnvironment]:
     """Return how they are played, by the chat template. `arguments` are those of prompts, and `teachers` by role.
 
-    Raises ConfigError, also for a teacher that ends turns otherwise: of a response the last token alone is replaced.
+    Raises ConfigError, also for a teacher that ends turns otherwise: of a response the last token alone is replaced,
+    and of what a teacher writes every end token.
     """
-    planned = {each: _planned(each, student, arguments, teachers or {}) for each in dict.fromkeys(found.values())}
+    planned = {each: _planned(each, student, arguments) for each in dict.fromkeys(found.values())}
+    ours = student.vocabulary.end_token_ids
+    for role, files in (teachers or {}).items():
+        theirs = files.vocabulary.end_token_ids
+        for turn_end in {each.bridges.turn_end for each in planned.values()}:
+            if turn_end not in theirs or (teachers_write and theirs[0] != ours[0]):
+                token = student.vocabulary.tokenizer.convert_ids_to_tokens(turn_end)
+                raise ConfigError(
+                    f"environment: student and {role} end a turn with different tokens (the student with {token!r}): "
+                    f"take a teacher of the student's family, or give {files.directory} the student's eos_token_id"
+                )
     return {key: planned[each] for key, each in found.items()}
 
 
-def _planned(
-    found: Described, student: ModelFiles, arguments: Mapping[str, Any], teachers: Mapping[str, ModelFiles]
-) -> PlannedEnvironment:
+def _planned(found: Described, student: ModelFiles, arguments: Mapping[str, Any]) -> PlannedEnvironment:
     settings = found.settings
     bridges = Bridges(student.vocabulary, arguments, found.tools, role=settings.role, history=settings.history)
-    for role, files in teachers.items():
-        if bridges.turn_end not in files.vocabulary.end_token_ids:
-            token = student.vocabulary.tokenizer.convert_ids_to_tokens(bridges.turn_end)
-            raise ConfigError(
-                f"environment: student and {role} end a turn with different tokens (the student with {token!r}): take "
-                f"a teacher of the student's family, or add the token to eos_token_id of {files.directory}"
-            )
     if found.reads_text:
         return PlannedEnvironment(settings, bridges, None)
     template = response_template(student.vocabulary, bridges.template_text, settings.calls)

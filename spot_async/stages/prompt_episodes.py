@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,19 +22,38 @@ from spot_async.types import Generation, IntArray, Judgement, Prompt, Sample, To
 class PromptEpisodes:
     """The episodes of one prompt. All of them have the same seed: equal ids then mean equal episodes."""
 
-    def __init__(self, stage: Stage[Environment], service: EnvironmentService, prompt: Prompt, run_seed: int) -> None:
+    def __init__(
+        self,
+        stage: Stage[Environment],
+        service: EnvironmentService,
+        prompt: Prompt,
+        run_seed: int,
+        taught: dict[bytes, Episode],
+    ) -> None:
+        """`taught`: the newest that a teacher played of the problem, from which later epochs may learn too."""
         self._stage = stage
         self._service = service
         self._prompt = prompt
         self._seed = derive_seed(run_seed, prompt.ordinal, "environment")
-        self._by_ids: dict[bytes, Episode] = {}
+        self._taught = taught
+        self._by_ids = ChainMap({}, taught)
 
     async def play(
-        self, generate: Generate, *, most: int, top_k: int = 0, before: Before = NOTHING_BEFORE
+        self,
+        generate: Generate,
+        *,
+        most: int,
+        top_k: int = 0,
+        before: Before = NOTHING_BEFORE,
+        is_taught: bool = False,
     ) -> Generation:
         """Play an episode on, and return what is new of it."""
         new, episode = await play(self._service.rules, generate, self._act, most=most, top_k=top_k, before=before)
-        self._by_ids[content(episode.token_ids)] = replace(episode, reward=await self._reward(episode.steps))
+        found = {content(episode.token_ids): replace(episode, reward=await self._reward(episode.steps))}
+        self._by_ids |= found
+        if is_taught:
+            self._taught.clear()  # or it would hold the whole run's, where a teacher writes anew in each epoch
+            self._taught |= found
         return new
 
     def before(self, response_ids: IntArray, position: int, token_id: int) -> Before:

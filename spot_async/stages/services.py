@@ -67,7 +67,7 @@ def requests_per_prompt(needs: PolicyNeeds) -> dict[str, int]:
         "candidates": responses,
         "probe": needs.probes_per_prompt,
         "verify": responses + needs.teacher_responses + needs.probes_per_prompt,
-        "environment": responses + needs.probes_per_prompt,
+        "environment": responses + needs.teacher_responses + needs.probes_per_prompt,
         "teacher_response": needs.teacher_responses,
         "reference": responses,
     }

@@ -25,6 +25,7 @@ from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Environment, Generator, Policy
 from spot_async.replicas.capabilities import combined
 from spot_async.replicas.leasing import ServicePool, pool_of
+from spot_async.stages.episode import Episode, Generate
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.prompt_episodes import PromptEpisodes
 from spot_async.stages.requests import PromptRequests, content, given, identity, nothing
@@ -137,6 +138,7 @@ class Stages:
                 which = key if len({*played.values()}) > 1 else ""
                 made[each] = stage("environment", each.server, limits.environment, which)
         self.environments = {key: made[each] for key, each in played.items()}
+        self.taught: dict[str, dict[bytes, Episode]] = {}  # by problem, for `PromptEpisodes`
         self.all: tuple[Stage[Any], ...] = (
             self.rollout,
             *(each.score for each in self.teachers.values()),
@@ -193,9 +195,10 @@ class BoundStages:
         self._verdicts: dict[bytes, Verdict] = {}  # by the response's ids
         key = prompt.problem.set_key
         played = stages.services.environments.get(key)
-        self._episodes = (
-            None if played is None else PromptEpisodes(stages.environments[key], played, prompt, stages.settings.seed)
-        )
+        self._episodes: PromptEpisodes | None = None
+        if played is not None:
+            taught = stages.taught.setdefault(prompt.problem.id, {})
+            self._episodes = PromptEpisodes(stages.environments[key], played, prompt, stages.settings.seed, taught)
 
     @property
     def student(self) -> Capabilities | None:
@@ -237,12 +240,7 @@ class BoundStages:
             room = most - len(before)
             return await self._requests.continued(request, read_ids, before, most=room, stop=stop, generate=generate)
 
-        if self._episodes is None:
-            response = await turn(prefix)
-        elif len(prefix):
-            raise ContractError("the policy continues a prefix, and nobody knows which turn of an environment's it is")
-        else:
-            response = await self._episodes.play(turn, most=most, top_k=top_k)
+        response = await self._written(turn, prefix, most=most, top_k=top_k)
         is_plain = prompt_ids is None and max_tokens is None and not len(prefix) + len(stop)
         if is_plain and n < self._stages.samples_per_prompt:
             self._plain[n] = content(response.token_ids)
@@ -252,8 +250,31 @@ class BoundStages:
     def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         return self._teacher(teacher).prompt(*turns)
 
-    async def teacher_response(self, *, teacher: str = "", **asked: Any) -> Generation:
-        return await self._teacher(teacher).response(**asked)
+    async def teacher_response(
+        self,
+        *,
+        teacher: str = "",
+        n: int = 0,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        **asked: Any,
+    ) -> Generation:
+        writer, prefix = self._teacher(teacher), np.asarray(prefix_ids, np.int32)
+        most = len(prefix) + self._requests.longest(prefix, max_tokens)
+        apart = f"teacher-{n}" if self._episodes else ""
+
+        def turn(before: IntArray) -> Awaitable[Generation]:
+            return writer.response(n=n, prefix_ids=before, max_tokens=most - len(before), apart=apart, **asked)
+
+        return await self._written(turn, prefix, most=most, is_taught=True)
+
+    async def _written(self, turn: Generate, prefix: IntArray, *, most: int, **how: Any) -> Generation:
+        """Return what a model writes after a prefix, or a whole episode, in whose turns it does."""
+        if self._episodes is None:
+            return await turn(prefix)
+        if len(prefix):
+            raise ContractError("the policy continues a prefix, and nobody knows which turn of an environment's it is")
+        return await self._episodes.play(turn, most=most, **how)
 
     async def score(self, response_ids: IntArray, *, teacher: str = "", **asked: Any) -> TokenScores:
         scores = await self._teacher(teacher).score(response_ids, **asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -93,7 +94,9 @@ class BoundTeacher:
         prefix_ids: IntArray | Sequence[int] = (),
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
+        apart: str = "",
     ) -> Generation:
+        """`apart` is as in `PromptRequests.generate`."""
         teacher, reader, prefix = self._teacher, self._teacher.reader, np.asarray(prefix_ids, np.int32)
         named = (teacher.name,) if teacher.name else ()
         request = ("teacher response", *named, *identity(n, prompt_ids, prefix))
@@ -105,7 +108,8 @@ class BoundTeacher:
             # Without the seed: runs that differ in it share what a teacher wrote.
             ends = np.array(settings.stop_token_ids, np.int32)
             asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
-            return self._kept(Generation, asked, lambda: self._requests.generate(stage, context_ids, settings))
+            ask = partial(self._requests.generate, stage, context_ids, settings, apart=apart)
+            return self._kept(Generation, asked, ask)
 
         room, own_prefix = self._requests.longest(prefix, max_tokens), reader.prefix(prefix)
         most = reader.most_for_one * room
@@ -120,7 +124,7 @@ class BoundTeacher:
             generate=generate,
         )
         response = first_tokens(reader.written(response, is_start=not len(prefix)), room)
-        self._note_read(read_ids, response.token_ids)
+        self._note_read(read_ids, np.concatenate([prefix, response.token_ids]))
         return response
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:

@@ -176,7 +176,7 @@ def _requests_in_a_row(needs: PolicyNeeds, turns: int) -> int:
     """
     stages = (
         *[needs.rollouts_per_prompt != 0] * turns,
-        needs.teacher_responses > 0,
+        *[needs.teacher_responses > 0] * turns,
         needs.teacher_scores,
         needs.reference,
         needs.candidate_logprobs or needs.probes_per_prompt > 0,

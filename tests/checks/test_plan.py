@@ -111,6 +111,19 @@ def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(confi
     plan_training(quickstart(summing))  # both end alike: there is nothing to sum
 
 
+def test_a_teacher_that_plays_ends_turns_as_the_student_does_and_says_what_it_sampled(other_ends, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    keys = ["environment.object=text_worlds:Again", f"teacher.model={other_ends}"]
+    plan_training(quickstart(keys))  # it scores responses as a whole, and ends them otherwise
+    with pytest.raises(ConfigError, match=r"end a turn with different tokens \(the student with '<\|end\|>'\)"):
+        plan_training(quickstart([*keys, "policy={kind: kd}"]))
+    config, writes = quickstart(keys), PolicyNeeds(teacher_responses=1)
+    served = {"student": SERVED, "teacher": msgspec.structs.replace(SERVED, sampled_token_ids=False)}
+    check_capabilities(config, PolicyNeeds(teacher_top_k=1), served)
+    with pytest.raises(ConfigError, match=r"^environment: teacher\.backend does not say which token ids it sampled"):
+        check_capabilities(config, writes, served)
+
+
 @pytest.fixture
 def other_ends(tmp_path):
     """The teacher, which ends its responses with another token than the student, and with further ones."""

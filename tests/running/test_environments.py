@@ -120,8 +120,11 @@ async def test_each_set_is_played_in_its_own_environment_and_the_last_in_none(
 
 
 @pytest.mark.usefixtures("servers_on_threads", "asked_again_soon")
-def test_check_plays_episodes_of_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run.yaml").write_text(json.dumps(of_several_sets(tmp_path / "run")))
+@pytest.mark.parametrize("policy", ["opd", "kd"])
+def test_check_plays_episodes_of_every_environment(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(of_several_sets(tmp_path / "run") | {"policy": policy}))
     shown = invoke(monkeypatch, "check", str(tmp_path / "run.yaml")).output
     (first, second) = [line for line in shown.splitlines() if line.startswith("environment of data.train.")]
     assert "data.train.0: 8 episodes" in first
@@ -184,10 +187,6 @@ REFUSED = {
     "one turn": (
         ["environment.object=text_worlds:Again", "environment.max_turns=1"],
         ["environment.max_turns", "greater than or equal to 2"],
-    ),
-    "a teacher that writes": (
-        ["environment.object=text_worlds:Again", "policy={kind: kd}"],
-        ["environment: policy.kind=kd has a teacher write, and teachers do not play"],
     ),
     "a teacher with another tokenizer": (
         ["environment.object=text_worlds:Again", "teacher.tokenizer=own"],

@@ -19,6 +19,7 @@ from spot_async.models.responses import counted_tokens
 from spot_async.policies.distill import DistillPolicy
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
+from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.stages.episode import NOTHING_BEFORE, Rules, play
@@ -139,6 +140,11 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "spot": lambda: make_policy(SpotPolicy, positions=2, probe_top_k=2, score_top_k=8),
     "distill, teacher's rows": lambda: make_policy(DistillPolicy, top_k=8, divergence="reverse_kl"),
     "distill, student's rows": lambda: make_policy(DistillPolicy, support="student", top_k=8, divergence="reverse_kl"),
+    "kd": lambda: make_policy(KdPolicy),  # whose third iteration is a second epoch
+    "kd, tokens alone": lambda: make_policy(KdPolicy, forward_kl_weight=0),
+    "gkd": lambda: simulated_recipe("gkd"),
+    "distillm_2": lambda: simulated_recipe("distillm_2"),
+    "sg_opd": lambda: simulated_recipe("sg_opd"),
     "rethinking_opd": lambda: simulated_recipe("rethinking_opd"),
     "scope": lambda: simulated_recipe("scope"),
     "tip": lambda: simulated_recipe("tip"),
@@ -240,6 +246,8 @@ async def test_a_prefix_has_no_place_in_an_episode() -> None:
     run = make_run(make_policy(OpdPolicy), environments={"": simulated_environment(VOCABULARY)})
     with pytest.raises(ContractError, match="continues a prefix, and nobody knows which turn"):
         await run.stages.for_prompt(next(simulated_prompts())).rollout(prefix_ids=[5])
+    with pytest.raises(ContractError, match="continues a prefix, and nobody knows which turn"):
+        await run.stages.for_prompt(next(simulated_prompts())).teacher_response(prefix_ids=[5])
 
 
 def test_sets_share_the_limit_of_their_environment() -> None:

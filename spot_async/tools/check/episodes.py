@@ -21,6 +21,7 @@ from spot_async.models.episodes import Action, Observation, Step
 from spot_async.protocols import Environment, Verifier
 from spot_async.running.assembly import RunEnvironment, make_stages
 from spot_async.running.services import OpenServices
+from spot_async.stages.services import requests_per_prompt
 from spot_async.types import Problem, Prompt, Sample
 
 EPISODES = 8
@@ -73,7 +74,7 @@ async def play_episodes(
     verifier: Verifier,
     environments: Mapping[str, RunEnvironment],
 ) -> list[PlayedEpisodes]:
-    """Play one response to each of a few prompts of every environment.
+    """Play one response to each of a few prompts of every environment: the teacher's, where no student writes one.
 
     Raises ConfigError if new processes answer otherwise.
     """
@@ -84,7 +85,10 @@ async def play_episodes(
 
     async def played(prompt: Prompt) -> Sample:
         bound = stages.for_prompt(prompt)
-        response = await bound.rollout()
+        if requests_per_prompt(plan.policy.needs)["rollout"]:
+            response = await bound.rollout()
+        else:
+            response = await bound.teacher_response(teacher=next(iter(bound.teachers)))
         bare = Sample(supervision=None, metrics={}, record={"response_ids": response.token_ids})
         return bound.recorded([bare])[0]
 
