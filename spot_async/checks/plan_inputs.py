@@ -152,12 +152,10 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
-    played = {key: each for key, each in config.environments.items() if key in sets}
-    problems, about = opened(problems, played)
+    problems, about = opened(problems, {key: each for key, each in config.environments.items() if key in sets})
     student, known = models.student, min(models.common.widths.values())
     renderer = _student_renderer(config.prompt, models)
-    writes = needs.teacher_responses > 0
-    environments = plan_environments(about, student, renderer.arguments, models.teachers, teachers_write=writes)
+    environments = plan_environments(about, student, renderer.arguments, models.teachers, needs.teacher_responses)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     read = ((source.problem, source.token_ids) for source in sources)
     renderer.check_rows("data.train", read, known, "the models")
@@ -177,13 +175,13 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
         check_texts(role, config.policy.kind, found)
         if needs.teacher_rows:
             own_tokens[role] = reader.with_rows(found.longer_share)
-    for key, loaded in sets.items():
-        if not any(source.problem.set_key == key for source in sources):
-            also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
-            raise ConfigError(
-                f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(loaded.problems)} prompts "
-                f"of {key} are longer, the instruction included{also}; raise it"
-            )
+    left = {source.problem.set_key for source in sources}
+    if key := next((key for key in sets if key not in left), None):
+        also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
+        raise ConfigError(
+            f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(sets[key].problems)} prompts "
+            f"of {key} are longer, the instruction included{also}; raise it"
+        )
     schedule = PromptSchedule(
         sources,
         batch_size=config.training.batch_size,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -91,21 +92,21 @@ def plan_environments(
     found: Mapping[str, Described],
     student: ModelFiles,
     arguments: Mapping[str, Any],
-    teachers: Mapping[str, ModelFiles] | None = None,
-    *,
-    teachers_write: bool = False,
+    teachers: Mapping[str, ModelFiles] = MappingProxyType({}),
+    teacher_responses: int = 0,
 ) -> dict[str, PlannedEnvironment]:
     """Return how they are played, by the chat template. `arguments` are those of prompts, and `teachers` by role.
+    `teacher_responses`: how many they write for a prompt.
 
     Raises ConfigError, also for a teacher that ends turns otherwise: of a response the last token alone is replaced,
     and of what a teacher writes every end token.
     """
     planned = {each: _planned(each, student, arguments) for each in dict.fromkeys(found.values())}
     ours = student.vocabulary.end_token_ids
-    for role, files in (teachers or {}).items():
+    for role, files in teachers.items():
         theirs = files.vocabulary.end_token_ids
         for turn_end in {each.bridges.turn_end for each in planned.values()}:
-            if turn_end not in theirs or (teachers_write and theirs[0] != ours[0]):
+            if turn_end not in theirs or (teacher_responses and theirs[0] != ours[0]):
                 token = student.vocabulary.tokenizer.convert_ids_to_tokens(turn_end)
                 raise ConfigError(
                     f"environment: student and {role} end a turn with different tokens (the student with {token!r}): "

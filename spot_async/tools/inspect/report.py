@@ -344,6 +344,15 @@ def length_histogram(lengths: Sequence[tuple[int, int]]) -> Markup | None:
     return svg.histogram(edges, series, x_name="tokens", format_y=percent)
 
 
+def _episode_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    environments = environments_of(config).values()
+    is_exact = all(each.get("replayable", True) for each in environments)
+    are_shut_in = all(each.get("sandbox") != "none" for each in environments)
+    return ({} if is_exact else {"resuming": "not exact: environment.replayable=false"}) | (
+        {} if are_shut_in else {"episodes": "not shut in: environment.sandbox=none"}
+    )
+
+
 def facts(
     config: Mapping[str, Any], rows: Rows, summary: Mapping[str, Any] | None, evaluated: HeldOut | None
 ) -> tuple[tuple[str, str], ...]:
@@ -352,7 +361,6 @@ def facts(
     prompts = (summary or {}).get("prompts", {})
     seconds = total(rows, "time/iteration_s")
     masked = masked_share(rows)
-    environments = environments_of(config).values()
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "selection": config.get("policy", {}).get("selection"),
@@ -361,12 +369,7 @@ def facts(
         "outcome slope": outcome_words(rows) or None,
         "best": evaluated and evaluated.best_words,
         "staleness": staleness_words(config, rows),
-        "resuming": None
-        if all(each.get("replayable", True) for each in environments)
-        else "not exact: environment.replayable=false",
-        "episodes": "not shut in: environment.sandbox=none"
-        if any(each.get("sandbox") == "none" for each in environments)
-        else None,
+        **_episode_facts(config),
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
