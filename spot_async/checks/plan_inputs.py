@@ -152,7 +152,7 @@ def plan_data(config: Config, needs: PolicyNeeds, models: PlannedModels) -> Plan
     problems = [problem for each in sets.values() for problem in each.problems]
     if config.route is not None:
         problems = routed(problems, config.route, config.teachers)
-    problems, about = opened(problems, {key: each for key, each in config.environments.items() if key in sets})
+    problems, about = opened(problems, config.environments)
     student, known = models.student, min(models.common.widths.values())
     renderer = _student_renderer(config.prompt, models)
     environments = plan_environments(about, student, renderer.arguments, models.teachers, needs.teacher_responses)

@@ -24,9 +24,9 @@ from spot_async.config.base import (
     spelled,
 )
 from spot_async.config.environment import EnvironmentConfig
-from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig, check_paper
+from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, RouteConfig, TrainingVerifier
-from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig, TrainingSetConfig
+from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
 from spot_async.errors import ConfigError
 
@@ -388,18 +388,16 @@ class Config(Section):
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
                 f"{' and '.join(self.teachers)}"
             )
-        played = self.environments
-        if self.environment is not None and all(each is not self.environment for each in played.values()):
+        held_out = [] if self.evaluation is None else [*self.evaluation.sets().values()]
+        own = [each.environment for each in ([] if self.data is None else self.data.sets.values())]
+        if self.environment is not None and None not in [*own, *(each.environment for each in held_out)]:
             raise ValueError("environment: is no set's, since each has one of its own: remove it, or one of theirs")
-        if played and self.own_tokenizers:
+        if self.environments and self.own_tokenizers:
             raise ValueError(
                 f"environment: {self.own_tokenizers[0]}.tokenizer=own is not built beside it (docs/coming-from.md)"
             )
-        if (
-            self.evaluation is not None
-            and self.evaluation.thinking_tokens
-            and not played.keys().isdisjoint(map(self.evaluation.key_of, self.evaluation.sets()))
-        ):
+        is_played = any(each.environment or self.environment for each in held_out)
+        if is_played and self.evaluation is not None and self.evaluation.thinking_tokens:
             raise ValueError("evaluation.thinking_tokens: nobody knows which turn of an environment's it would cut")
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
@@ -493,15 +491,9 @@ class Config(Section):
 
     @property
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """What answers turns about the problems of each set that has an environment, by its key: held-out sets too."""
-        sets: dict[str, TrainingSetConfig | BenchmarkConfig] = {} if self.data is None else {**self.data.sets}
-        if self.evaluation is not None:
-            sets |= {self.evaluation.key_of(name): each for name, each in self.evaluation.sets().items()}
+        """What answers turns about the problems of each training set that has an environment, by the set's key."""
+        sets = {} if self.data is None else self.data.sets
         return {key: own for key, each in sets.items() if (own := each.environment or self.environment) is not None}
-
-    def columns(self, key: str) -> list[str]:
-        """The columns of a set's files that are kept for its environment."""
-        return self.environments[key].columns if key in self.environments else []
 
     @property
     def own_tokenizers(self) -> list[str]:

@@ -137,7 +137,7 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
             key,
             needs_answers=needs_answers,
             keeps_solutions=keeps_solutions,
-            columns=config.columns(key),
+            columns=played.columns if (played := config.environments.get(key)) else (),
         )
         if needs_answers:
             require_answers(found, key)

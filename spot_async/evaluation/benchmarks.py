@@ -183,7 +183,9 @@ def _plan(
     key = evaluation.key_of(name)
     verifier = settings.verifier_of(evaluation)
     judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
-    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=config.columns(key))
+    played = settings.environment or config.environment
+    columns = played.columns if played else ()
+    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=columns)
     if judges_answers:
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
@@ -206,7 +208,6 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    played = config.environments.get(key)
     problems, about = opened(problems, {} if played is None else {"": played})  # they are of no training set
     renderer = PromptRenderer(student.vocabulary, prompt, "evaluation")
     sources = _rendered(problems, renderer, student, max_tokens, key)

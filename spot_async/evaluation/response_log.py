@@ -249,8 +249,9 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
         }
         if each.vocab_limit is not None:
             settings[f"{each.key}.vocab_limit"] = each.vocab_limit
-        if (played := config.environments.get(evaluation.key_of(each.name))) is not None:
-            key = "environment" if played is config.environment else f"{each.key}.environment"
+        own = evaluation.sets()[each.name].environment
+        if (played := own or config.environment) is not None:
+            key = "environment" if own is None else f"{each.key}.environment"
             settings |= {f"{key}.{name}": value for name, value in played.that_decide().items()}
     return settings
 

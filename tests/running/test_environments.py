@@ -145,6 +145,16 @@ def test_sets_with_equal_environments_share_one(monkeypatch: pytest.MonkeyPatch)
     assert openings == {"data.train.0": "1+1", "data.train.1": "2+2", "data.train.2": "1+1"}
 
 
+def test_what_answers_turns_of_held_out_problems_alone_is_no_matter_of_training() -> None:
+    held_out = {"path": HELD_OUT, "environment": {"object": "text_worlds:Again", "replayable": False}}
+    evaluated = {"benchmarks": {"played": held_out}, "limit": 2, "max_response_tokens": 240}
+    config = validate({**of_several_sets(Path("run"), train=HELD_OUT), "evaluation": evaluated, "policy": "spot"})
+    config.refuse_environment("tune")
+    plan = plan_training(config)  # SPOT probes what can be played again
+    assert not plan.environments
+    assert plan.evaluation[0].environment is not None
+
+
 def test_a_reset_gets_the_columns_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"problem": f"a{n}+1", "answer": str(n + 1), "tier": "easy", "deck": [n, n]} for n in range(64)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

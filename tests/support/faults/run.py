@@ -235,7 +235,7 @@ class Drill:
             known = explained(error, self.scene.struck.values(), MAY_KILL)
             require(known, "I8", f"no fault explains the death of prompt {ordinal}: {type(error).__name__}: {error}")
         if self.scene.environment is not None:
-            counters = run.stages.environment.counters
+            counters = run.stages.environments[""].counters
             failed = counters.retried + counters.failed
             counted = counters.transient == failed >= self.scene.environment.raised
             require(counted, "I16", f"{self.scene.environment.raised} answers failed, and {counters} are counted")
@@ -325,7 +325,7 @@ class Drill:
                 for role, each in teachers.items()
             },
             verifier=self.scene.verifier,
-            environment=self._environment,
+            environments={} if self._environment is None else {"": self._environment},
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
             evaluation=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
