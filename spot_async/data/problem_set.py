@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from spot_async.base.text import counted
-from spot_async.config import Config, Duplicates, PluginSettings, ProblemSetConfig
+from spot_async.config import Config, Duplicates, EnvironmentConfig, PluginSettings, ProblemSetConfig
 from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
@@ -76,19 +76,19 @@ def load_problem_set(
     *,
     needs_answers: bool = True,
     keeps_solutions: bool = False,
-    columns: Sequence[str] = (),
+    environment: EnvironmentConfig | None = None,
 ) -> ProblemSet:
     """Read, mend and filter the problems that `key` of the configuration describes.
 
     A row is dropped, and counted, if its layout says so, if another row with the same text has another answer, or if it
     is a duplicate and the settings or the layout drop those. Without `needs_answers` rows need no answer, except in
     layouts that drop such rows; see also `require_answers`. With `keeps_solutions` worked solutions are read in every
-    layout, also those that are only read for their answers otherwise. `columns` are kept with each problem.
+    layout, also those that are only read for their answers otherwise. The columns of an `environment` are kept.
 
     Raises DataError, naming file and line, for a row that cannot be used for any other reason, for an id that is used
     twice, and when no problem is left.
     """
-    found = ProblemSet()
+    found, columns = ProblemSet(), environment.columns if environment else ()
     groups: dict[object, _Group] = {}
     kept: list[tuple[Problem, str, _Group]] = []
     for problem, where, layout in _read(settings, key, found, needs_answers, keeps_solutions, columns):
@@ -137,7 +137,7 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
             key,
             needs_answers=needs_answers,
             keeps_solutions=keeps_solutions,
-            columns=played.columns if (played := config.environments.get(key)) else (),
+            environment=config.environments.get(key),
         )
         if needs_answers:
             require_answers(found, key)

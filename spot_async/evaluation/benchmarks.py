@@ -184,8 +184,7 @@ def _plan(
     verifier = settings.verifier_of(evaluation)
     judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
     played = settings.environment or config.environment
-    columns = played.columns if played else ()
-    found = load_problem_set(settings, key, needs_answers=judges_answers, columns=columns)
+    found = load_problem_set(settings, key, needs_answers=judges_answers, environment=played)
     if judges_answers:
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
