@@ -74,6 +74,8 @@ class Bridges:
         mark = self._begun or re.search(_OPEN, self.template_text)
         self._open = mark[0].strip() if mark else "<think>"
         self._close = f"{self._open[0]}/{self._open[1:]}"
+        if "<|think|>" in self._prompt:  # so Gemma 4 is told to think
+            self._open, self._close = "<|channel>thought", "<channel|>"
         self._find()
         self.doubts = self._doubts(history)
 

@@ -160,6 +160,11 @@ PARTED = (
         ),
         (chatml(LATER_THOUGHT, begun="<think>{{ '\n' }}"), "user", "drops <think> of earlier turns"),
         (chatml("{{ m.content.split('[/THINK]')[-1] }}", begun="[THINK]"), "tool", r"\('\[THINK\]thought\\n\[/THINK\]"),
+        (
+            "<|think|>" + chatml("{{ m.content.split('<channel|>')[-1] }}"),  # as Gemma 4 is told to think
+            "tool",
+            r"\('<\|channel>thought\\nthought\\n<channel\|>",
+        ),
         (chatml("final:{{ m.content }}"), "tool", r"rewrites earlier turns .*'final:said' is shown"),
     ],
 )
