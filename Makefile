@@ -94,18 +94,23 @@ test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
 test-slurm: install
 	$(BIN)/python -m pytest -m nightly tests/running/test_slurm.py
 
-# The presets of `policy.kind: distill` against the losses of the programs that they are named after. SPOT_PEERS_PYTHON
-# names an environment with torch and these programs, to use in place of this target's own, which has nothing else.
+# What other programs have too, beside theirs: the losses that presets of `policy.kind: distill` are named after, and
+# turns with tools. Prints what each of their chat templates came to. SPOT_PEERS_PYTHON names an environment with these
+# programs, to use in place of this target's own, in which TRL's trainer runs; of most others functions do.
 SPOT_PEERS_PYTHON ?=
 PRIME_RL := https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.zip
 test-peers: install $(if $(SPOT_PEERS_PYTHON),,.venv-peers/installed)
 	SPOT_PEERS_PYTHON=$(or $(SPOT_PEERS_PYTHON),$(CURDIR)/.venv-peers/bin/python) \
-	$(BIN)/python -m pytest -m nightly tests/policies/test_peers.py
+	$(BIN)/python -m pytest -m nightly --log-cli-level=INFO tests/policies/test_peers.py \
+	tests/models/test_peer_templates.py tests/environments/test_peer_environments.py
 
 .venv-peers/installed: constraints.txt
 	$(PYTHON) -m venv --clear .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch numpy
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0 verl==0.9.1 ms-swift==4.6.0
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate datasets \
+	httpx renderers==0.1.12 tiktoken==0.14.0 openai-harmony==0.0.8 prime-pydantic-config==0.4.3
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	trl==1.16.0 verl==0.9.1 ms-swift==4.6.0 skyrl-gym==0.4.0
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(PRIME_RL)
 	touch $@
 
