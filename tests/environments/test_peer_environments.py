@@ -131,12 +131,12 @@ async def test_an_environment_of_skyrls_gym_is_played_as_it_is_by_its_own_interp
     async with played_worlds.opened(**settings) as environment:
         steps: list[Step] = []
         for text, part, reward in (
-            ("Let me see.", "step-by-step reasoning", 0.0),
-            ("So #### 5", "only the final numeric answer", 0.2 / 3),
+            ("Let me see.", "Please provide your step-by-step reasoning.*", 0.0),
+            ("So #### 5", "Now provide only the final numeric answer.*", 0.2 / 3),
             ("#### 4", "", 1.0),
         ):
             seen = await played_worlds.play(environment, steps, text=text, problem=problem)
-            assert part in seen.texts[0]
+            assert re.fullmatch(part, seen.texts[0])
             assert (seen.kind, seen.is_done, seen.reward) == ("answer", reward == 1.0, pytest.approx(reward))
     problems = EXAMPLES / "running_sum/data/heldout.jsonl"
     _, metrics = await train(EXAMPLES / "running_sum/student", problems, 400, **settings)
