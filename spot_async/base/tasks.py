@@ -211,10 +211,7 @@ async def sent_again(
 
 def first_error(failures: BaseException) -> BaseException:
     """Return the first leaf of a group, which failed first and caused the others. A plain exception is returned."""
-    error: BaseException = failures
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return leaves(failures)[0]
 
 
 def error_words(error: BaseException) -> str:
