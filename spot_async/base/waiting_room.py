@@ -12,6 +12,7 @@ import heapq
 import sys
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Set
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, Protocol, TypeVar
 
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
@@ -27,26 +28,19 @@ class Asker(Protocol):
 A = TypeVar("A", bound=Asker)
 
 
+@dataclass(eq=False)
 class WaitingRoom(Generic[A, G]):
     """Nobody overtakes: an asker who cannot be granted anything yet holds up those behind, unless it `lets_pass`."""
 
-    def __init__(
-        self,
-        grant: Callable[[A], G | None],
-        give_back: Callable[[G], None],
-        *,
-        capacity: int = sys.maxsize,
-        lets_pass: Callable[[A], bool] = lambda asker: False,
-    ) -> None:
-        """`grant` returns what an asker gets, or None while there is none.
+    grant: Callable[[A], G | None]  # returns what an asker gets, or None while there is none
+    # Takes what was granted to an asker who was cancelled at that moment. Like all that frees something, it calls
+    # `admit`.
+    give_back: Callable[[G], None]
+    _: KW_ONLY
+    capacity: int = sys.maxsize
+    lets_pass: Callable[[A], bool] = lambda asker: False
 
-        `give_back` takes what was granted to an asker who was cancelled at that moment. Like all that frees something,
-        it calls `admit`.
-        """
-        self._grant = grant
-        self._give_back = give_back
-        self._lets_pass = lets_pass
-        self._capacity = capacity
+    def __post_init__(self) -> None:
         self._arrivals = 0
         self._waiting = 0
         # A heap by priority, then by arrival. Those who were cancelled stay in it until it is their turn.
@@ -60,11 +54,11 @@ class WaitingRoom(Generic[A, G]):
 
         Admission bounds how many wait. So OverflowError, for one more than the capacity, is a bug.
         """
-        granted = None if self._queue else self._grant(asker)
+        granted = None if self._queue else self.grant(asker)
         if granted is not None:
             return granted
-        if self._waiting >= self._capacity:
-            raise OverflowError(f"{self._capacity} requests wait already: admission let in too many")
+        if self._waiting >= self.capacity:
+            raise OverflowError(f"{self.capacity} requests wait already: admission let in too many")
         turn: asyncio.Future[G] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (asker.priority, self._arrivals, asker, turn))
         self._arrivals += 1
@@ -74,7 +68,7 @@ class WaitingRoom(Generic[A, G]):
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it was granted as we were cancelled: pass it on
-                self._give_back(turn.result())
+                self.give_back(turn.result())
             raise
         finally:
             self._waiting -= 1
@@ -87,12 +81,12 @@ class WaitingRoom(Generic[A, G]):
             _, _, asker, turn = entry
             if turn.done():  # cancelled
                 continue
-            granted = self._grant(asker)
+            granted = self.grant(asker)
             if granted is not None:
                 turn.set_result(granted)
                 continue
             passed.append(entry)
-            if not self._lets_pass(asker):
+            if not self.lets_pass(asker):
                 break
         for entry in passed:
             heapq.heappush(self._queue, entry)

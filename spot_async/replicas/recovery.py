@@ -12,6 +12,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic
 
 import structlog
@@ -41,31 +42,21 @@ LAST_WORDS_S = 10.0  # for a dying server to say why; SGLang takes five to find 
 RESTARTS_WITHIN_S = 3600.0
 
 
+@dataclass(eq=False)
 class Recovery(Generic[B]):
     """Watches one replica, and brings it back whenever it is in trouble."""
 
-    def __init__(
-        self,
-        replica: Replica[B],
-        others: list[Replica[B]],
-        weights: Weights[B],
-        awake: asyncio.Event,
-        serving: ServingConfig,
-        *,
-        are_ours: bool,
-    ) -> None:
-        """`others` are all replicas of the role. `awake` is clear while the trainer uses the servers' devices.
+    replica: Replica[B]
+    others: list[Replica[B]]  # all replicas of the role
+    weights: Weights[B]
+    awake: asyncio.Event  # clear while the trainer uses the servers' devices
+    serving: ServingConfig
+    _: KW_ONLY
+    are_ours: bool  # entering the backend starts a server
+    _restarts_s: deque[float] = field(default_factory=deque, init=False)
 
-        `are_ours`: entering the backend starts a server.
-        """
-        self._replica = replica
-        self._others = others
-        self._weights = weights
-        self._awake = awake
-        self._serving = serving
-        self._are_ours = are_ours
-        self._restarts_s: deque[float] = deque()
-        self._log = structlog.get_logger().bind(replica=replica.name)
+    def __post_init__(self) -> None:
+        self._log = structlog.get_logger().bind(replica=self.replica.name)
 
     async def run(self) -> None:
         """Bring the replica back as often as it fails.
@@ -83,39 +74,39 @@ class Recovery(Generic[B]):
             self._log.warning("replica ended", error=str(explained.error))
         if not await self._serves_as_it_is(explained):
             await self._enter_again(explained.error)
-        self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
+        self._log.info("replica is back", state=self.replica.life.state.value, restarts=self.replica.restarts)
 
     async def _next_trouble(self) -> Report:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._watch_process()), group.create_task(self._watch_answers())]
-            report = await self._replica.trouble()
+            report = await self.replica.trouble()
             for task in tasks:
                 task.cancel()
         return report
 
     async def _watch_process(self) -> None:
         try:
-            await self._replica.backend.watch()
+            await self.replica.backend.watch()
         except ProcessDiedError as error:
-            self._replica.report(Trouble.ENDED, error)
+            self.replica.report(Trouble.ENDED, error)
 
     async def _watch_answers(self) -> None:
         """Ping the replica whenever there is reason to. A failed ping is reported as trouble, and ends this."""
-        life = self._replica.life
+        life = self.replica.life
         while True:
-            await self._replica.needs_ping(self._serving.stall_s)
+            await self.replica.needs_ping(self.serving.stall_s)
             connections_failed = life.state is State.SUSPECT
             if life.state is State.SERVING:  # it has had requests and answered none for `stall_s`
                 life.move(State.SUSPECT, _now_s())
             error = await self._ping(unknown_is_well=not connections_failed)
             # A server may answer pings and yet fail real requests, as its request on trial did.
             if connections_failed and life.failed_trial:
-                error = error or self._replica.last_error
+                error = error or self.replica.last_error
             if error is not None:
                 is_other = isinstance(error, ServerRestartedError)
-                self._replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
+                self.replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
                 return
-            self._replica.showed_life(_now_s())
+            self.replica.showed_life(_now_s())
             if life.state is State.SUSPECT:
                 life.move(State.HALF_OPEN if connections_failed else State.SERVING, _now_s())
             elif life.state is State.HALF_OPEN:  # it answers pings, so the request on trial just takes long
@@ -126,25 +117,25 @@ class Recovery(Generic[B]):
 
         A backend that has no pings passes if `unknown_is_well`. Otherwise the last error seen of it is returned.
         """
-        backend = self._replica.backend
+        backend = self.replica.backend
         if not isinstance(backend, HealthCheck):
-            return None if unknown_is_well else self._replica.last_error
+            return None if unknown_is_well else self.replica.last_error
         try:
-            await backend.ping(deadline=_now_s() + min(LONGEST_PING_S, self._serving.stall_s))
+            await backend.ping(deadline=_now_s() + min(LONGEST_PING_S, self.serving.stall_s))
         except RequestError as error:
             return error
         return None
 
     async def _take_out(self, report: Report) -> None:
         """Take the replica out of rotation, and take back what it has in flight."""
-        replica, reason = self._replica, f"{report.trouble.value} ({report.error})"
+        replica, reason = self.replica, f"{report.trouble.value} ({report.error})"
         if report.trouble in (Trouble.ENDED, Trouble.SILENT):
             replica.take_out(State.OPEN, _now_s())
             replica.take_back(reason, is_lost=True)
             return
         replica.take_out(State.DRAINING, _now_s())
         try:
-            async with asyncio.timeout(self._serving.stall_s):
+            async with asyncio.timeout(self.serving.stall_s):
                 await replica.until_idle()
         except TimeoutError:
             replica.take_back(reason, is_lost=False)
@@ -155,11 +146,11 @@ class Recovery(Generic[B]):
         When a server of ours dies, its connections fail before its process has ended, and the end says why. So wait for
         that a little.
         """
-        if not self._are_ours or report.trouble is not Trouble.SILENT or _is_frozen(report):
+        if not self.are_ours or report.trouble is not Trouble.SILENT or _is_frozen(report):
             return report
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                await self._replica.backend.watch()
+                await self.replica.backend.watch()
         except ProcessDiedError as error:
             return Report(Trouble.ENDED, error)
         except TimeoutError:
@@ -171,19 +162,19 @@ class Recovery(Generic[B]):
 
         It can work for a server that thaws, and for one that only missed weights.
         """
-        replica = self._replica
+        replica = self.replica
         replica.life.move(State.RECOVERING, _now_s())
         if not (_is_frozen(report) or report.trouble is Trouble.BEHIND):
             return False
         try:
-            async with asyncio.timeout(self._serving.stall_s):
+            async with asyncio.timeout(self.serving.stall_s):
                 while (error := await self._ping(unknown_is_well=True)) is not None:
                     if not isinstance(error, DeadlineExceededError):
                         return False  # it will not thaw, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
             replica.showed_life(_now_s())
             async with self._awake_throughout():
-                await self._weights.catch_up(replica)
+                await self.weights.catch_up(replica)
         except TimeoutError:
             return False
         except (BudgetSpentError, StorageError):
@@ -197,27 +188,27 @@ class Recovery(Generic[B]):
     async def _enter_again(self, error: SpotError) -> None:
         pause_s = FIRST_PAUSE_S
         for attempt in itertools.count(1):
-            if self._are_ours:
+            if self.are_ours:
                 await self._take_a_restart(error)
             try:
                 async with self._awake_throughout():
                     await self._enter()
-                    await self._weights.catch_up(self._replica)
+                    await self.weights.catch_up(self.replica)
             except (BudgetSpentError, StorageError):  # starting the server again would change neither
                 raise
             except SpotError as again:
                 self._log.warning("replica cannot be entered", error=str(again), attempt=attempt)
                 if isinstance(again, FarSideError) and self._restarts_s:
                     self._restarts_s.pop()  # nothing was started: its machine is out of reach
-                error = self._replica.last_error = again
+                error = self.replica.last_error = again
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_BETWEEN_STARTS_S, 2.0 * pause_s)
             else:
-                self._replica.life.move(State.SERVING, _now_s())
+                self.replica.life.move(State.SERVING, _now_s())
                 return
 
     async def _enter(self) -> None:
-        replica = self._replica
+        replica = self.replica
         await self._leave()
         replica.restarts += 1
         first = replica.offers
@@ -232,9 +223,9 @@ class Recovery(Generic[B]):
     async def _awake_throughout(self) -> AsyncIterator[None]:
         """Wait until the servers are awake, and keep them awake inside: `sleep` waits for the same lock."""
         while True:
-            await self._awake.wait()
-            async with self._replica.entering:
-                if self._awake.is_set():
+            await self.awake.wait()
+            async with self.replica.entering:
+                if self.awake.is_set():
                     yield
                     return
 
@@ -244,12 +235,12 @@ class Recovery(Generic[B]):
         Requests that were taken back get some time to end first: they may still tell the server to stop working.
         """
         try:
-            async with asyncio.timeout(self._serving.stall_s):
-                await self._replica.until_idle()
+            async with asyncio.timeout(self.serving.stall_s):
+                await self.replica.until_idle()
         except TimeoutError:
             self._log.warning("replica is left although requests to it have not ended")
         try:
-            await self._replica.leave()
+            await self.replica.leave()
         except SpotError as error:
             self._log.warning("replica was left with an error", error=str(error))
 
@@ -258,22 +249,22 @@ class Recovery(Generic[B]):
         now_s = _now_s()
         while self._restarts_s and self._restarts_s[0] <= now_s - RESTARTS_WITHIN_S:
             self._restarts_s.popleft()
-        if len(self._restarts_s) < self._serving.restarts:
+        if len(self._restarts_s) < self.serving.restarts:
             self._restarts_s.append(now_s)
             return
-        self._replica.life.move(State.DEAD, now_s)
-        async with self._replica.entering:
+        self.replica.life.move(State.DEAD, now_s)
+        async with self.replica.entering:
             await self._leave()
-        if all(each.life.state is State.DEAD for each in self._others):
+        if all(each.life.state is State.DEAD for each in self.others):
             raise self._final(error)
-        self._log.error("replica is given up: started again too often", restarts=self._serving.restarts)
+        self._log.error("replica is given up: started again too often", restarts=self.serving.restarts)
         await asyncio.get_running_loop().create_future()
 
     def _final(self, error: SpotError) -> SpotError:
         if isinstance(error, ProcessDiedError):
             final: SpotError = error
         else:
-            final = ProcessDiedError(f"{self._replica.name}: {error}")
+            final = ProcessDiedError(f"{self.replica.name}: {error}")
         if self._restarts_s:
             final.add_note(f"  started again {len(self._restarts_s)} times within the last hour before that")
         return final

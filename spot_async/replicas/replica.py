@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
@@ -307,37 +307,27 @@ class Replica(Generic[B]):
         await self.backend.__aexit__(None, None, None)
 
 
+@dataclass(eq=False)
 class HeldLease(Generic[B]):
     """A `Lease` on a replica. Its timeout is never due by itself; it is how the request is cancelled."""
 
-    def __init__(
-        self,
-        replica: Replica[B],
-        request: LeaseRequest,
-        now_s: float,
-        released: Callable[[HeldLease[B], BaseException | None], None] = lambda lease, error: None,
-        *,
-        is_request: bool = True,
-        grant: Grant | None = None,
-    ) -> None:
-        """Make a lease that is not entered yet.
+    owner: Replica[B]
+    request: LeaseRequest
+    granted_s: float
+    # Is told what the request ended with, which is None if it was answered.
+    released: Callable[[HeldLease[B], BaseException | None], None] = lambda lease, error: None
+    _: KW_ONLY
+    is_request: bool = True  # False: it is the pool's own work, such as a weight update, and is not limited
+    grant: Grant | None = None  # the room that a rate limit keeps
+    _reason: str | None = field(default=None, init=False)
+    _is_entered: bool = field(default=False, init=False)
 
-        `released` is told what the request ended with, which is None if it was answered. The pool's own work, such as a
-        weight update, is no request (`is_request`) and is not limited. `grant` is the room that a rate limit keeps.
-        """
-        self.service = replica.backend
-        self.request = request
-        self.granted_s = now_s
-        self.sent = replica.occupancy.at(request.kind, now_s)
-        self.is_request = is_request
-        self.grant = grant
+    def __post_init__(self) -> None:
+        self.service = self.owner.backend
+        self.sent = self.owner.occupancy.at(self.request.kind, self.granted_s)
         self.ended: Callable[[], None] = lambda: None  # called once when it ends
-        self.owner = replica
-        self._released = released
-        self._reason: str | None = None
         self._timeout = asyncio.timeout(None)
-        self._is_entered = False
-        replica.granted(self)
+        self.owner.granted(self)
 
     @property
     def replica(self) -> str:
@@ -391,7 +381,7 @@ class HeldLease(Generic[B]):
 
     def _end(self, error: BaseException | None) -> None:
         self.owner.released(self)
-        self._released(self, error)
+        self.released(self, error)
         self.ended()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic
 
 import structlog
@@ -39,20 +40,18 @@ from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import WeightVersion
 
 
+@dataclass(eq=False)
 class Scheduler(Generic[B]):
     """Grants the leases of one role."""
 
-    def __init__(
-        self,
-        replicas: list[Replica[B]],
-        rate_limit: RateLimiter | None,
-        warn: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """`warn` gets lines for people: the first of a kind, and ever fewer of those after it."""
-        self.version: WeightVersion | None = None  # replicas with other weights get no requests; see `replica_moved`
-        self._replicas = replicas
+    replicas: list[Replica[B]]
+    rate_limit: RateLimiter | None
+    warn: Callable[[str], None] = lambda line: None  # gets the first line of a kind, and ever fewer of those after it
+    # Replicas with other weights get no requests; see `replica_moved`.
+    version: WeightVersion | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._alive: list[Replica[B]] | None = None  # those that take requests; None: to be found anew
-        self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router()
         # It needs no capacity of its own, since stages send no more requests than their limits allow.
@@ -60,7 +59,6 @@ class Scheduler(Generic[B]):
             self._grant, HeldLease.give_back, lets_pass=lambda request: request.is_suspected
         )
         self._said: Counter[str] = Counter()  # how many lines there were, by kind
-        self._warn = warn
 
     def __len__(self) -> int:
         return len(self._room)
@@ -86,8 +84,8 @@ class Scheduler(Generic[B]):
     def _takers(self) -> list[Replica[B]]:
         """Return the replicas that take requests. They are kept until one moves, but not where one is on trial."""
         if (alive := self._alive) is None:
-            alive = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
-            on_trial = any(each.life.state is State.HALF_OPEN for each in self._replicas)
+            alive = [each for each in self.replicas if each.life.takes(self.version, each.in_flight)]
+            on_trial = any(each.life.state is State.HALF_OPEN for each in self.replicas)
             self._alive = None if on_trial else alive
         return alive
 
@@ -96,19 +94,19 @@ class Scheduler(Generic[B]):
         serving = [each for each in alive if each.held_until_s <= now_s]
         if request.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
-        session = request.session if len(self._replicas) > 1 else None
+        session = request.session if len(self.replicas) > 1 else None
         replica = self._router.choose(session, serving, request.failed_on)
         if replica is None:
             held_s = [each.held_s(now_s) for each in alive if each.held_until_s > now_s]
             if held_s:
                 self._admit_in(min(held_s))
             return None
-        if self._rate_limit is not None:
-            delay_s = self._rate_limit.delay_s(now_s, request.tokens)
+        if self.rate_limit is not None:
+            delay_s = self.rate_limit.delay_s(now_s, request.tokens)
             if delay_s > 0:
                 self._admit_in(delay_s)
                 return None
-        grant = None if self._rate_limit is None else self._rate_limit.grant(request.tokens)
+        grant = None if self.rate_limit is None else self.rate_limit.grant(request.tokens)
         return HeldLease(replica, request, now_s, self._released, grant=grant)
 
     def _admit_in(self, delay_s: float) -> None:
@@ -136,8 +134,8 @@ class Scheduler(Generic[B]):
             lease.request.failed_on |= {lease.replica}
         if not lease.was_revoked:
             self._learn(lease, error)
-        if self._rate_limit is not None and lease.grant is not None:
-            self._rate_limit.give_back(lease.grant)  # unless the request was sent
+        if self.rate_limit is not None and lease.grant is not None:
+            self.rate_limit.give_back(lease.grant)  # unless the request was sent
         lease.owner.update_load()
         self._room.admit()
 
@@ -192,7 +190,7 @@ class Scheduler(Generic[B]):
         self._said[kind] += 1
         # The 1st, 2nd, 4th, 8th and so on: an endpoint that refuses for hours would fill the screen.
         if self._said[kind] & (self._said[kind] - 1) == 0:
-            self._warn(line)
+            self.warn(line)
 
 
 def _is_refusal(error: RequestError) -> bool:
