@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, Self
@@ -44,6 +45,7 @@ def split_row(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
     return int(row["iteration"]), {name: value for name, value in row.items() if name not in ("iteration", "time")}
 
 
+@dataclass(eq=False)
 class SideSink:
     """A context manager around one that gives a sink. What is called on it never raises, but for a ConfigError.
 
@@ -51,27 +53,22 @@ class SideSink:
     but no longer than `FINISH_TIMEOUT_S`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        opened: AbstractContextManager[MetricSink],
-        warn: Warn,
-        *,
-        abandon: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`abandon` is called in place of waiting longer for a sink that is lost. It may hang or raise too."""
-        self._name = name
-        self._opened = opened
-        self._warn = warn
-        self._abandon = abandon
-        self._lost = ""  # why
-        self._sink: MetricSink | None = None  # while it takes something
+    name: str
+    opened: AbstractContextManager[MetricSink]
+    warn: Warn
+    _: KW_ONLY
+    # Called in place of waiting longer for a sink that is lost. It may hang or raise too.
+    abandon: Callable[[], object] = lambda: None
+    _lost: str = field(default="", init=False)  # why
+    _sink: MetricSink | None = field(default=None, init=False)  # while it takes something
+
+    def __post_init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
 
     def __enter__(self) -> Self:
         try:
-            self._sink = self._opened.__enter__()
+            self._sink = self.opened.__enter__()
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - foreign code, whose failures are its own
@@ -80,40 +77,33 @@ class SideSink:
         return self
 
     def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
-        if self._sink is not None:
-            self._call(partial(self._sink.write, iteration, metrics, texts))
+        self._call(lambda sink: sink.write(iteration, metrics, texts))
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
-        if self._sink is not None:
-            self._call(partial(self._sink.go_back, rows))
+        self._call(lambda sink: sink.go_back(rows))
 
     def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
-        if self._sink is not None:
-            self._call(partial(self._sink.conclude, iteration, figures, texts))
+        self._call(lambda sink: sink.conclude(iteration, figures, texts))
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._calls.put(partial(self._try, partial(self._opened.__exit__, *exc_info)))
+        self._calls.put(partial(self._try, partial(self.opened.__exit__, *exc_info)))
         self._calls.put(None)
         self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self._lose(f"it did not finish within {FINISH_TIMEOUT_S:g} s")
         if self._lost:
-            in_time(partial(self._try, self._abandon), ABANDON_TIMEOUT_S)
-            self._warn(f"{self._name} was lost during the run ({self._lost}); metrics.jsonl has everything")
+            in_time(partial(self._try, self.abandon), ABANDON_TIMEOUT_S)
+            self.warn(f"{self.name} was lost during the run ({self._lost}); metrics.jsonl has everything")
 
-    def _call(self, call: Callable[[], object]) -> None:
+    def _call(self, call: Callable[[MetricSink], object]) -> None:
         if self._calls.qsize() < MOST_WAITING:
-            self._calls.put(partial(self._try_unless_lost, call))
+            self._calls.put(partial(self._try, lambda: self._sink and call(self._sink)))
         else:
             self._lose(f"it has not taken the last {MOST_WAITING} iterations")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-
-    def _try_unless_lost(self, call: Callable[[], object]) -> None:
-        if not self._lost:
-            self._try(call)
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -126,5 +116,5 @@ class SideSink:
         if self._lost:
             return
         self._lost = shortened(reason, REASON_CHARACTERS)
-        structlog.get_logger().warning("sink lost", sink=self._name, reason=self._lost)
-        self._warn(f"{self._name} is lost, and the run continues without it: {self._lost}")
+        structlog.get_logger().warning("sink lost", sink=self.name, reason=self._lost)
+        self.warn(f"{self.name} is lost, and the run continues without it: {self._lost}")
