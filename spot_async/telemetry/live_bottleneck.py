@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -43,39 +43,31 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
     ]
 
 
+@dataclass(eq=False)
 class LiveBottleneck:
-    """Says every `every_s` seconds, while a run trains, what held it up since the last time."""
+    """Says every `every_s` seconds, while a run trains, what held it up since the last time.
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        say: Callable[[str], None],
-        config: Mapping[str, Any],
-        *,
-        every_s: float,
-        cores: int | None = None,
-        replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
-    ) -> None:
-        """Begin to measure. Call it on the running loop.
+    It begins to measure when it is made. Make it on the running loop.
+    """
 
-        `config` is the resolved configuration, and `cores` how many the run may use. `replicas` returns those of each
-        role as they are now.
-        """
-        self._orchestrator = orchestrator
-        self._say = say
-        self._config = config
-        self._every_s = every_s
-        self._cores = cores
-        self._replicas = replicas
+    orchestrator: Orchestrator
+    say: Callable[[str], None]
+    config: Mapping[str, Any]  # the resolved configuration
+    _: KW_ONLY
+    every_s: float
+    cores: int | None = None  # how many the run may use
+    replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict  # returns those of each role as they are now
+    _said_staleness: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._now_s = now_s = asyncio.get_running_loop().time()
         self._training = PumpClock("train", "wait for batch", now_s)
         self._waited_for: dict[str, float] = defaultdict(float)  # seconds of the trainer's, by stage
         self._publishing = PumpClock("publish", "wait for weights", now_s)
-        self._counters = {stage.name: with_open(stage, now_s) for stage in orchestrator.stages.all}
+        self._counters = {stage.name: with_open(stage, now_s) for stage in self.orchestrator.stages.all}
         self._failures = Tally()
-        self._said_staleness = False
-        orchestrator.stages.events.subscribe(self._training, self._publishing, to=RunEvent)
-        orchestrator.stages.events.subscribe(self, to=(*Tally.hears, PhaseEnded))
+        self.orchestrator.stages.events.subscribe(self._training, self._publishing, to=RunEvent)
+        self.orchestrator.stages.events.subscribe(self, to=(*Tally.hears, PhaseEnded))
 
     def on(self, event: Event) -> None:
         self._failures.on(event)
@@ -84,23 +76,23 @@ class LiveBottleneck:
 
     async def speak(self) -> None:
         """Run beside the run; return at once if `every_s` is 0."""
-        while self._every_s:
-            await asyncio.sleep(self._every_s)
+        while self.every_s:
+            await asyncio.sleep(self.every_s)
             bottleneck = self.judge()
             if bottleneck.brief:
-                self._say(bottleneck.brief)
+                self.say(bottleneck.brief)
                 structlog.get_logger().info("bottleneck", verdict=bottleneck.sentence, advice=bottleneck.advice)
             if bottleneck.staleness and not self._said_staleness:
                 self._said_staleness = True
-                self._say(bottleneck.staleness)
+                self.say(bottleneck.staleness)
 
     def judge(self) -> Bottleneck:
         """Return what held the run up since the last call."""
         row = self._take()
         failures, self._failures = self._failures, Tally()
         words = {stage: kinds_words(tally.failed) for stage, tally in failures.stages.items()}
-        servers = {role: server_use(states) for role, states in self._replicas().items() if states}
-        return judge(run_times([row], self._config, self._cores, words, servers))
+        servers = {role: server_use(states) for role, states in self.replicas().items() if states}
+        return judge(run_times([row], self.config, self.cores, words, servers))
 
     def _add(self, waits: Sequence[Wait]) -> None:
         """Add waits up. The part of one that was before the last look was counted then."""
@@ -111,7 +103,7 @@ class LiveBottleneck:
         """Return metrics as those of an iteration, of the time since the last call."""
         now_s = asyncio.get_running_loop().time()
         if self._training.phase == "wait for batch":
-            self._add(self._orchestrator.waits.between(self._training.since_s, now_s))
+            self._add(self.orchestrator.waits.between(self._training.since_s, now_s))
         waited_for, self._waited_for = self._waited_for, defaultdict(float)
         elapsed_s, self._now_s = now_s - self._now_s, now_s
         phases = self._training.take(self._now_s)
@@ -123,7 +115,7 @@ class LiveBottleneck:
             **{f"wait/{stage}_s": seconds for stage, seconds in waited_for.items()},
             **phase_metrics(self._publishing.take(self._now_s)),
         }
-        for stage in self._orchestrator.stages.all:
+        for stage in self.orchestrator.stages.all:
             now = with_open(stage, self._now_s)
             row |= stage_metrics(stage.name, now, self._counters[stage.name], elapsed_s)
             self._counters[stage.name] = now

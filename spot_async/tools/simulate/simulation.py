@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -85,29 +86,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
 
 
+@dataclass(eq=False)
 class Observer:
     """The listener that sums up the iterations after the `first`, up to the `last`. Make it on the running loop."""
 
-    def __init__(
-        self,
-        book: AdmissionBook,
-        servers: Mapping[str, Sequence[RatedServer]],
-        live: LiveBottleneck,
-        first: int,
-        last: int,
-    ) -> None:
+    book: AdmissionBook
+    servers: Mapping[str, Sequence[RatedServer]]
+    live: LiveBottleneck
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
         self.rows: list[Row] = []
         self.responses = 0  # that were trained
         self.tokens = 0  # grains of these, whoever wrote them
         self.lags: Counter[int] = Counter()  # grains of responses by the iterations that their weights are behind
         self.queue_max = 0
         self.cpu_s = 0.0  # of this process
-        self.worked: dict[str, float] = dict.fromkeys(servers, 0.0)  # by role: grains that its servers have worked off
+        self.worked = dict.fromkeys(self.servers, 0.0)  # by role: grains that its servers have worked off
         self.bottleneck = Bottleneck("")
-        self._book = book
-        self._servers = servers
-        self._live = live
-        self._first, self._last = first, last
         self._ended_s = self._since_s = asyncio.get_running_loop().time()
         self._queued = self._most_queued = 0
         self._queued_prompts_s = 0.0
@@ -119,17 +116,17 @@ class Observer:
     def on(self, event: Event) -> None:
         now_s = asyncio.get_running_loop().time()
         self._queued_prompts_s += self._queued * (now_s - self._since_s)
-        self._since_s, self._queued = now_s, self._book.waiting
+        self._since_s, self._queued = now_s, self.book.waiting
         self._most_queued = max(self._most_queued, self._queued)
         if not isinstance(event, IterationFinished):
             return
-        if self._first < event.iteration <= self._last:
+        if self.first < event.iteration <= self.last:
             self._add(event, now_s - self._ended_s)
-        if event.iteration in (self._first, self._last):  # at the last one, what came since the first
+        if event.iteration in (self.first, self.last):  # at the last one, what came since the first
             self.cpu_s = time.process_time() - self.cpu_s
-            for role, servers in self._servers.items():
+            for role, servers in self.servers.items():
                 self.worked[role] = sum(each.worked for each in servers) - self.worked[role]
-            self.bottleneck = self._live.judge()
+            self.bottleneck = self.live.judge()
         self._ended_s, self._queued_prompts_s, self._most_queued = now_s, 0.0, self._queued
 
     def _add(self, event: IterationFinished, seconds: float) -> None:
