@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.spending.prices import Size
 from spot_async.types import Generation, IntArray, SamplingSettings, WeightVersion
 
 from ..shared.bodies import Steps
 from ..shared.held_weights import ReadName
-from ..shared.remote import RemoteServer
+from ..shared.remote import RemoteServer, gather_some
 from ..shared.replies import check_end, check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits, logit_bias
 from .replies import NextToken, read_generation, read_next_token
@@ -132,7 +132,6 @@ class SglangRequests:
 
         Where the server has several versions as adapters, that which is expected is asked for.
         """
-        places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
 
         async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
             chosen = None if chosen_ids is None else chosen_ids.tolist()
@@ -151,13 +150,12 @@ class SglangRequests:
                     check_logprobs("candidate log-probabilities", found.chosen, found.chosen.shape)
                 return found
 
-            async with places:
-                return await self.ask(body, read, deadline, expected)
+            return await self.ask(body, read, deadline, expected)
 
         requests = list(asked)
         for prefix_ids, _ in requests:
             self.limits.check(prefix_ids, new_tokens=1, top_k=top_k)
-        return await gather(ask(*each) for each in requests)
+        return await gather_some((partial(ask, *each) for each in requests), asyncio.Semaphore(POSITIONS_IN_FLIGHT))
 
 
 def output_top_k(top_k: int) -> dict[str, Any]:

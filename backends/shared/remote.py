@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from spot_async.base.retry import QUESTION_TIMEOUT_S, RetryPolicy
-from spot_async.base.tasks import Opened, sent_again
+from spot_async.base.tasks import Opened, gather, sent_again
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
@@ -49,6 +49,16 @@ JSON = "application/json"
 
 T = TypeVar("T")
 THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline
+
+
+async def gather_some(requests: Iterable[Callable[[], Coroutine[Any, Any, T]]], places: asyncio.Semaphore) -> list[T]:
+    """Do as `gather`, with as many at a time as there are places."""
+
+    async def in_place(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with places:
+            return await request()
+
+    return await gather(in_place(each) for each in requests)
 
 
 async def when_free(ask: Callable[[], Awaitable[T]], deadline: float) -> T:

@@ -6,7 +6,9 @@ weights. Here replies become generations, scores and candidates, with versions a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,20 +35,13 @@ from spot_async.types import (
 
 from ..shared.held_weights import INITIAL, NamedSpan, ReadName, version_spans
 from ..shared.launch_settings import LaunchSettings
-from ..shared.remote import RemoteServer, ServerKind
+from ..shared.remote import RemoteServer, ServerKind, gather_some
 from ..shared.replies import bounded_scores, check_candidates, check_generation, scored_positions
 from ..shared.request_limits import RequestLimits, logit_bias, prefixes
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
-from .client import (
-    Sampled,
-    Singles,
-    VllmClient,
-    chosen_at_once,
-    chosen_singly,
-    read_error,
-)
+from .client import SINGLE_REQUESTS, Sampled, VllmClient, chosen_at_once, chosen_singly, read_error
 from .lora import VllmLora, check_flags
 from .process import PACKAGE, Uses, vllm_command
 from .transfer import make_updater, transfer_config
@@ -86,7 +81,7 @@ class VllmBackend(StudentBackend):
         self._client = VllmClient(server)
         super().__init__(settings, server, VllmLora(self._client), run_directory)
         self._updater = make_updater(server, settings.weights, run_directory=run_directory)
-        self._singles = Singles()
+        self._singles = asyncio.Semaphore(SINGLE_REQUESTS)  # places of requests for single positions or tokens
         self._found: Found
 
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
@@ -131,7 +126,7 @@ class VllmBackend(StudentBackend):
     def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReadName]]:
         """Give the client for one request, and what reads the names of weights in its reply."""
         with self._asked_of(expected) as (adapter, names):
-            yield self._client if adapter is None else self._client.naming(adapter), names
+            yield self._client if adapter is None else dataclasses.replace(self._client, model=adapter), names
 
     @property
     def _max_context_tokens(self) -> int:
@@ -240,10 +235,11 @@ class VllmBackend(StudentBackend):
         """
         self._check_temperature_is_1(request.temperature)
         with self._asking() as (client, _):
-            rows = await self._singles.gather(
+            asked = (
                 functools.partial(client.distribution, prefix, top_k=top_k, deadline=request.deadline)
                 for prefix in prefixes(request, positions)
             )
+            rows = await gather_some(asked, self._singles)
         tops = ((row.topk_ids, row.topk_logprobs) for row in rows)
         return scored_positions(tops, top_k=top_k, vocab_size=self._server.files.vocab_size)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.models.alignment import branch_prefix_length, decision_row
 from spot_async.spending.prices import Size
@@ -22,7 +22,7 @@ from spot_async.types import FloatArray, IntArray, ScoreRequest
 
 from ..shared.bodies import Steps
 from ..shared.held_weights import NamedSpan
-from ..shared.remote import RemoteServer
+from ..shared.remote import RemoteServer, gather_some
 from ..shared.replies import ABORTED, check_logprobs, check_rows
 from .replies import Answer, CompletionsRoute, GenerateRoute, read_npy, read_prompt_row, read_table
 
@@ -77,19 +77,13 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     return None
 
 
+@dataclass(eq=False)
 class VllmClient:
     """The client of one server. It uses the best route that the server has. `model` is the name in requests."""
 
-    def __init__(self, server: RemoteServer) -> None:
-        self.server = server
-        self.model = ""
-        self.route: GenerateRoute | CompletionsRoute = GenerateRoute()
-
-    def naming(self, model: str) -> VllmClient:
-        """Return a client of the same server whose requests name another model, such as an adapter."""
-        other = VllmClient(self.server)
-        other.model, other.route = model, self.route
-        return other
+    server: RemoteServer
+    model: str = ""
+    route: GenerateRoute | CompletionsRoute = field(default_factory=GenerateRoute)
 
     async def sample(
         self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
@@ -245,25 +239,9 @@ SINGLE_REQUESTS = 128  # requests in flight at once for single positions or toke
 Check = Callable[[Iterable[Sequence[NamedSpan]]], None]  # of the weights that each reply names
 
 
-class Singles:
-    """Requests for single positions or tokens, of which `SINGLE_REQUESTS` at most are in flight."""
-
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(SINGLE_REQUESTS)
-
-    async def gather(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-        """Return results in order."""
-
-        async def ask(request: Callable[[], Awaitable[T]]) -> T:
-            async with self._free:
-                return await request()
-
-        return await gather(ask(request) for request in requests)
-
-
 async def chosen_singly(
     client: VllmClient,
-    singles: Singles,
+    places: asyncio.Semaphore,
     contexts: Sequence[IntArray],
     candidate_ids: IntArray,
     *,
@@ -273,11 +251,11 @@ async def chosen_singly(
 ) -> FloatArray:
     """Return (N, k) by one request per context for its top-k, then one for each token that is not among those.
 
-    `top_k` is the server's limit.
+    `top_k` is the server's limit, and `places` are those of requests in flight.
     """
     wide = min(top_k, CANDIDATE_TOP_K)
-    widest = await singles.gather(
-        functools.partial(client.distribution, context, top_k=wide, deadline=deadline) for context in contexts
+    widest = await gather_some(
+        (functools.partial(client.distribution, context, top_k=wide, deadline=deadline) for context in contexts), places
     )
     found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
     missing = [
@@ -286,9 +264,8 @@ async def chosen_singly(
         for token_id in tokens
         if token_id not in found[n]
     ]
-    others = await singles.gather(
-        functools.partial(client.next_token, contexts[n], token_id, deadline=deadline) for n, token_id in missing
-    )
+    asked = (functools.partial(client.next_token, contexts[n], token_id, deadline=deadline) for n, token_id in missing)
+    others = await gather_some(asked, places)
     check(row.spans for row in (*widest, *others))
     for (n, token_id), row in zip(missing, others, strict=True):
         found[n][token_id] = float(row.logprobs[0])

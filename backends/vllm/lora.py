@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import structlog
 
@@ -96,7 +98,7 @@ class VllmLora:
                 f"{server.section}: the server takes adapters of a smaller rank: start it with a larger "
                 f"--max-lora-rank: {error}"
             ) from None
-        await self._client.naming(name).sample([0], ONE_TOKEN, top_k=0, logprobs=0, deadline=deadline)
+        await replace(self._client, model=name).sample([0], ONE_TOKEN, top_k=0, logprobs=0, deadline=deadline)
         listed = (await server.get("/v1/models", ModelList, deadline=deadline)).data
         if not any(each.id == name and each.root == adapter.directory for each in listed):
             raise PoisonedReplyError(f"{server.name}/v1/models: does not list the adapter {name} that it was given")
