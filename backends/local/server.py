@@ -96,7 +96,7 @@ class LocalServer(Server):
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         request = api.LoadRequest(name=name, snapshot=adapter, timeout_s=time_left(deadline))
         try:
-            await self.post(api.LOAD_ADAPTER, request, api.VersionReply, _as_it_is, deadline, resend=False)
+            await self.post(api.LOAD_ADAPTER, request, api.VersionReply, lambda reply: reply, deadline, resend=False)
         except PermanentError as error:
             if error.exchange is None or error.exchange.status != NOT_FOUND:
                 raise
@@ -106,15 +106,11 @@ class LocalServer(Server):
 
     async def unload(self, name: str, *, deadline: float) -> None:
         request = api.UnloadRequest(name=name, timeout_s=time_left(deadline))
-        await self.post(api.UNLOAD_ADAPTER, request, api.VersionReply, _as_it_is, deadline, resend=False)
+        await self.post(api.UNLOAD_ADAPTER, request, api.VersionReply, lambda reply: reply, deadline, resend=False)
 
     def has_lost(self, refusal: PermanentError) -> bool:
         """Return no: our own server says `ServerRestartedError`."""
         return False
-
-
-def _as_it_is(reply: T) -> T:
-    return reply
 
 
 def read_error(name: str, status: int, body: bytes) -> RequestError | None:
