@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,7 @@ class DiskTransport(WeightTransport):
             await self._control.name(snapshot.version, deadline)
 
 
+@dataclass(eq=False)
 class DistributedTransport(WeightTransport):
     """The server's ranks receive the tensors from a process of ours.
 
@@ -262,27 +264,24 @@ class DistributedTransport(WeightTransport):
     for it. The next update makes a new group.
     """
 
-    def __init__(
-        self, control: Control, settings: WeightSettings, sender: WeightSender, ranks: int, sessions: bool
-    ) -> None:
-        self._control = control
-        self._settings = settings
-        self._sender = sender
-        self._ranks = ranks  # the server's
-        self._sessions = sessions
-        self._group: str | None = None
+    control: Control
+    settings: WeightSettings
+    sender: WeightSender
+    ranks: int  # the server's
+    sessions: bool  # whether updates are made in sessions
+    _group: str | None = field(default=None, init=False)
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         try:
             if self._group is None:
                 await self._join(deadline)
-            if self._sessions:
-                await self._control.post("/begin_weight_update", {}, deadline)
+            if self.sessions:
+                await self.control.post("/begin_weight_update", {}, deadline)
             await self._broadcast(snapshot, layout, deadline)
-            if self._sessions:
-                await self._control.post("/end_weight_update", {}, deadline)
+            if self.sessions:
+                await self.control.post("/end_weight_update", {}, deadline)
         except BaseException:
-            await self._leave(in_session=self._sessions)
+            await self._leave(in_session=self.sessions)
             raise
         self.mixed = False
 
@@ -293,20 +292,20 @@ class DistributedTransport(WeightTransport):
 
     async def _join(self, deadline: float) -> None:
         self._group = f"spot-async-{uuid.uuid4().hex}"  # new each time, because the server refuses a name it has had
-        port = await self._sender.start(deadline=deadline)
-        world_size = 1 + self._ranks
+        port = await self.sender.start(deadline=deadline)
+        world_size = 1 + self.ranks
         body = {
-            "master_address": self._settings.address,
+            "master_address": self.settings.address,
             "master_port": port,
             "rank_offset": 1,
             "world_size": world_size,
             "group_name": self._group,
-            "backend": self._settings.backend,
+            "backend": self.settings.backend,
         }
         # At the same time, because each side waits for the other.
         await both(
-            self._sender.join(self._group, world_size=world_size, deadline=deadline),
-            self._control.post("/init_weights_update_group", body, deadline, resend=False),
+            self.sender.join(self._group, world_size=world_size, deadline=deadline),
+            self.control.post("/init_weights_update_group", body, deadline, resend=False),
         )
 
     async def _broadcast(self, snapshot: WeightSnapshot, layout: Layout, deadline: float) -> None:
@@ -323,8 +322,8 @@ class DistributedTransport(WeightTransport):
             }
             try:
                 await both(
-                    self._sender.broadcast(snapshot.directory, tensors, deadline=deadline),
-                    self._control.post("/update_weights_from_distributed", body, deadline, resend=False),
+                    self.sender.broadcast(snapshot.directory, tensors, deadline=deadline),
+                    self.control.post("/update_weights_from_distributed", body, deadline, resend=False),
                 )
             except PermanentError as error:
                 self.mixed = number > 1 or PARTLY_UPDATED in str(error)
@@ -333,12 +332,12 @@ class DistributedTransport(WeightTransport):
     async def _leave(self, *, in_session: bool) -> None:
         """End our process, then close what the server has open. The server may not be able to answer any more."""
         group, self._group = self._group, None
-        await self._sender.stop()
+        await self.sender.stop()
         with contextlib.suppress(RequestError):
             if in_session:
-                await self._control.post("/end_weight_update", {}, _soon())
+                await self.control.post("/end_weight_update", {}, _soon())
         with contextlib.suppress(RequestError):
-            await self._control.post("/destroy_weights_update_group", {"group_name": group}, _soon())
+            await self.control.post("/destroy_weights_update_group", {"group_name": group}, _soon())
 
 
 def _soon() -> float:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -65,27 +66,21 @@ class Adapter:
         return self._version
 
 
+@dataclass(eq=False)
 class Adapters:
     """The adapters of one server, one update at a time. Start it first: it loads the base's own."""
 
-    def __init__(
-        self,
-        server: AdapterServer,
-        lora: LoraConfig,
-        *,
-        name: str,
-        base: Path,
-        directory: Path,
-        unloads: bool = True,
-    ) -> None:
-        """`unloads`: the server lives on when the run leaves it, and must not keep what the run loaded."""
-        self._server = server
-        self._unloads = unloads
-        self.lora = lora
-        self._name = name
-        self._base = base
-        self._zeros = directory / f"zero-adapter-{name}"
-        self._layers = layers_of(base, lora)
+    server: AdapterServer
+    lora: LoraConfig
+    _: KW_ONLY
+    name: str
+    base: Path
+    directory: Path
+    unloads: bool = True  # the server lives on when the run leaves it, and must not keep what the run loaded
+
+    def __post_init__(self) -> None:
+        self._zeros = self.directory / f"zero-adapter-{self.name}"
+        self._layers = layers_of(self.base, self.lora)
         # Two runs at one server, or two lives of one run, never use the same names.
         self._prefix = f"spot-{secrets.token_hex(4)}"
         self._loads = 0
@@ -96,15 +91,15 @@ class Adapters:
 
     async def start(self, *, deadline: float) -> None:
         """Load the base's adapter of zeros. Raises `ConfigError` if the server takes none like those of the run."""
-        await asyncio.to_thread(write_zero_adapter, self._zeros, self._base, self.lora)
-        await self.update(WeightSnapshot(directory=str(self._base.absolute()), version=INITIAL), deadline=deadline)
+        await asyncio.to_thread(write_zero_adapter, self._zeros, self.base, self.lora)
+        await self.update(WeightSnapshot(directory=str(self.base.absolute()), version=INITIAL), deadline=deadline)
 
     async def close(self) -> None:
         """Let go of all directories. Before that, unload everything from a server that lives on, if it answers."""
         self._leaving += self._loaded
         self._loaded = []
         try:
-            if self._unloads:
+            if self.unloads:
                 await self._unload_leaving(asyncio.get_running_loop().time() + UNLOAD_TIMEOUT_S)
         finally:
             for adapter in self._leaving:
@@ -126,16 +121,16 @@ class Adapters:
         adapter = next((each for each in self._loaded if each.version() == expected), None) if expected else newest
         if adapter is None:
             raise VersionMismatchError(
-                f"{self._name}: holds weights {newest.version()}, not the {expected} asked for", may_pass=False
+                f"{self.name}: holds weights {newest.version()}, not the {expected} asked for", may_pass=False
             )
         adapter.requests += 1
         try:
             yield adapter
         except PermanentError as error:
-            if not self._server.has_lost(error):
+            if not self.server.has_lost(error):
                 raise
             raise ServerRestartedError(
-                f"{self._name}: the server has lost the adapter that it was given: {error}"
+                f"{self.name}: the server has lost the adapter that it was given: {error}"
             ) from None
         finally:
             adapter.requests -= 1
@@ -150,7 +145,7 @@ class Adapters:
 
         Raises `DataError`, before asking the server, for files that are not whole.
         """
-        is_base = Path(snapshot.directory) == self._base.absolute()
+        is_base = Path(snapshot.directory) == self.base.absolute()
         directory = self._zeros if is_base else Path(snapshot.directory) / ADAPTER
         async with self._updating:
             await asyncio.to_thread(check_adapter, directory, self._layers, self.lora, numbers=False)
@@ -161,7 +156,7 @@ class Adapters:
             )
             self._leaving.append(adapter)  # until it is known to be there
             files = WeightSnapshot(directory=str(directory.absolute()), version=snapshot.version)
-            await self._server.load(adapter.name, files, deadline=deadline)
+            await self.server.load(adapter.name, files, deadline=deadline)
             self._leaving.remove(adapter)
             self._loaded.append(adapter)
             self._retire()
@@ -179,7 +174,7 @@ class Adapters:
         except TimeoutError:
             oldest = self._loaded[1]
             raise DeadlineExceededError(
-                f"{self._name}: {oldest.requests} requests of weights {oldest.version()} do not end, so there is no "
+                f"{self.name}: {oldest.requests} requests of weights {oldest.version()} do not end, so there is no "
                 "room for new ones"
             ) from None
         await self._unload_leaving(deadline)
@@ -194,9 +189,9 @@ class Adapters:
         """Unload what is leaving. What the server does not unload now is tried again after the next update."""
         for adapter in list(self._leaving):
             try:
-                await self._server.unload(adapter.name, deadline=deadline)
+                await self.server.unload(adapter.name, deadline=deadline)
             except RequestError as error:
-                structlog.get_logger().warning("an adapter stays loaded", server=self._name, cause=str(error))
+                structlog.get_logger().warning("an adapter stays loaded", server=self.name, cause=str(error))
             else:
                 self._leaving.remove(adapter)
                 adapter.hold.close()

@@ -223,7 +223,7 @@ async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_sta
 ) -> None:
     async with connect(sglang_student, weights=weight_settings("distributed")) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
-        sender = backend._updater._transport._sender  # type: ignore[attr-defined]
+        sender = backend._updater._transport.sender  # type: ignore[attr-defined]
         os.kill(sender._child.pid, signal.SIGSTOP)
         update = asyncio.create_task(backend.update_weights(snapshot_of(models.other, SECOND), deadline=soon()))
         await until_the_engine_waits(sglang_student)  # for tensors
