@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeAlias
 
 from spot_async.base.retry import no_room
@@ -51,55 +51,43 @@ class PeopleListener:
     waiting: Callable[[str], None] | None = None
 
 
+@dataclass(eq=False)
 class ReplicaPool(Opened, Generic[B]):
     """A `ServicePool`, `Backend`, `WeightSink`, `Sleeper` and `TrafficSource` of one or more replicas.
 
     Keep `watch` running: it brings replicas back. Without it, a replica that fails stays out.
     """
 
-    def __init__(
-        self,
-        role: str,
-        factories: Mapping[str, Callable[[], B]],
-        serving: ServingConfig | None = None,
-        *,
-        are_ours: bool = True,
-        rate_limit: RateLimiter | None = None,
-        people: PeopleListener | None = None,
-        turns: Turns | None = None,
-        time_sharing: GpuTimeSharing | None = None,
-    ) -> None:
-        """Make a pool that is not entered yet.
+    role: str
+    # Make each replica's backend, by the replica's name. Entering a backend starts its server, or attaches to it.
+    factories: Mapping[str, Callable[[], B]]
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    _: KW_ONLY
+    are_ours: bool = True  # entering starts servers, so that entering again counts as a restart
+    rate_limit: RateLimiter | None = None
+    people: PeopleListener = field(default_factory=PeopleListener)
+    # Of replicas that share devices with others, by their names; they start in these, and start again.
+    turns: Turns = field(default_factory=Turns)
+    time_sharing: GpuTimeSharing | None = None  # what gives the pool time on GPUs that it shares, and enters it then
 
-        * `factories` make each replica's backend, by the replica's name. Entering a backend starts its server, or
-          attaches to it.
-        * `are_ours`: entering starts servers, so that entering again counts as a restart.
-        * `turns` of replicas that share devices with others, by their names; they start in these, and start again.
-        * `time_sharing`: what gives the pool time on GPUs that it shares, and enters it then.
-        """
-        self.role = role
-        self._serving = serving or ServingConfig()
-        self._are_ours = are_ours
-        self._made = {name: (make, make()) for name, make in factories.items()}
+    def __post_init__(self) -> None:
+        self._made = {name: (make, make()) for name, make in self.factories.items()}
         self._replicas: list[Replica[B]] = []
-        self._people = people or PeopleListener()
-        self._time_sharing = time_sharing
-        self._scheduler = Scheduler(self._replicas, rate_limit, self._people.warn)
-        if time_sharing is not None:
-            time_sharing.pools[role] = self
+        self._scheduler = Scheduler(self._replicas, self.rate_limit, self.people.warn)
+        if self.time_sharing is not None:
+            self.time_sharing.pools[self.role] = self
         self._moved = asyncio.Event()  # set when a replica changes its state
         self._weights = Weights(self._replicas, self._scheduler, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
-        self._turns = turns or Turns()
         self._asleep: list[Replica[B]] = []
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start all servers, or attach to them. If one cannot be started, the others are ended."""
-        most, made, self._made = self._serving.max_in_flight, self._made, {}
+        most, made, self._made = self.serving.max_in_flight, self._made, {}
         for name, (make, backend) in made.items():
             self._replicas.append(
-                Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved, turns=self._turns)
+                Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved, turns=self.turns)
             )
         stack.push_async_callback(lambda: settle(replica.leave() for replica in self._replicas))
         found = await gather(self._enter(replica) for replica in self._replicas)
@@ -113,16 +101,16 @@ class ReplicaPool(Opened, Generic[B]):
 
         Raises ConfigError where nothing answers at its address.
         """
-        loop, waits, is_told = asyncio.get_running_loop(), self._people.waiting is not None, False
-        longest_s, began_s = self._serving.recovery_timeout_s, loop.time()
+        loop, waits, is_told = asyncio.get_running_loop(), self.people.waiting is not None, False
+        longest_s, began_s = self.serving.recovery_timeout_s, loop.time()
         until_s = loop.time() + (longest_s if waits else 0.0)
         while True:
             try:
                 offered = await replica.enter()
-                self._people.ready(f"{replica.name} answers after {loop.time() - began_s:.1f} s")
+                self.people.ready(f"{replica.name} answers after {loop.time() - began_s:.1f} s")
                 return offered
             except UnreachableError as error:
-                if self._are_ours:
+                if self.are_ours:
                     raise
                 nothing = f"nothing answers at {error.exchange.endpoint if error.exchange else replica.name}"
                 if loop.time() >= until_s:
@@ -132,8 +120,8 @@ class ReplicaPool(Opened, Generic[B]):
                     ) from None
             except ThrottledError as error:
                 raise ConfigError(no_room(backend_section(self.role, replica.name), error)) from None
-            if self._people.waiting is not None and not is_told:
-                self._people.waiting(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
+            if self.people.waiting is not None and not is_told:
+                self.people.waiting(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
                 is_told = True
             await replica.leave()
             replica.renew()
@@ -162,28 +150,28 @@ class ReplicaPool(Opened, Generic[B]):
         return total
 
     async def lease(self, request: LeaseRequest) -> Lease[B]:
-        if self._time_sharing is None:
+        if self.time_sharing is None:
             return await self._scheduler.lease(request)
-        await self._time_sharing.enter(self.role, request.priority)
+        await self.time_sharing.enter(self.role, request.priority)
         try:
             lease = await self._scheduler.lease(request)
         except BaseException:
-            self._time_sharing.leave()
+            self.time_sharing.leave()
             raise
-        lease.ended = self._time_sharing.leave
+        lease.ended = self.time_sharing.leave
         return lease
 
     @contextlib.asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
         """Keep all servers awake inside, for whoever asks each of them itself."""
-        if self._time_sharing is None:
+        if self.time_sharing is None:
             yield
             return
-        await self._time_sharing.enter(self.role, FIRST)
+        await self.time_sharing.enter(self.role, FIRST)
         try:
             yield
         finally:
-            self._time_sharing.leave()
+            self.time_sharing.leave()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what all servers offer."""
@@ -208,7 +196,7 @@ class ReplicaPool(Opened, Generic[B]):
         served for `recovery_timeout_s`.
         """
         recoveries = [
-            Recovery(replica, self._replicas, self._weights, self._awake, self._serving, are_ours=self._are_ours).run()
+            Recovery(replica, self._replicas, self._weights, self._awake, self.serving, are_ours=self.are_ours).run()
             for replica in self._replicas
         ]
         await gather([self._watch_for_none(), *recoveries])
@@ -277,7 +265,7 @@ class ReplicaPool(Opened, Generic[B]):
                 await self._moved.wait()
                 continue
             try:
-                async with asyncio.timeout(self._serving.recovery_timeout_s):
+                async with asyncio.timeout(self.serving.recovery_timeout_s):
                     while not self._has_server:
                         self._moved.clear()
                         await self._moved.wait()
@@ -292,7 +280,7 @@ class ReplicaPool(Opened, Generic[B]):
     def _why_none(self) -> str:
         last = "; ".join(f"{each.name}: {each.life.state}, {each.last_error}" for each in self._replicas)
         return (
-            f"{self.role}: no server for {self._serving.recovery_timeout_s:g} s ({last}): see to it, or raise "
+            f"{self.role}: no server for {self.serving.recovery_timeout_s:g} s ({last}): see to it, or raise "
             f"{self.role}.serving.recovery_timeout_s where it takes longer to come back"
         )
 

@@ -60,34 +60,26 @@ class ReplicaStatus(NamedTuple):
     held_s: float = 0.0  # seconds that are left of the pause that it asked for
 
 
+@dataclass(eq=False)
 class Replica(Generic[B]):
     """A server of a role, whichever backend object stands for it now."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], B],
-        backend: B,
-        *,
-        max_in_flight: int,
-        moved: Callable[[], None] = lambda: None,
-        turns: Turns | None = None,
-    ) -> None:
-        """`make` returns a new backend object each time. `backend` is the first one, not entered yet. `moved` is called
-        after every change of state. `turns` are those of whoever shares devices with its server.
-        """
+    name: str
+    make: Callable[[], B]  # returns a new backend object each time
+    backend: B  # at first one that is not entered yet
+    _: KW_ONLY
+    max_in_flight: int
+    moved: Callable[[], None] = lambda: None  # is called after every change of state
+    turns: Turns = field(default_factory=Turns)  # of whoever shares devices with its server
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         now_s = self._loop.time()
-        self.name = name
-        self.make = make
-        self._turns = turns or Turns()
-        self.backend = backend
         self.offers: Capabilities | None = None  # what its server offered when it was entered first
         self.is_entered = False
         self.entering = asyncio.Lock()  # held while the backend is entered, left, put to sleep, woken, or sent weights
-        self.life = LifeCycle(now_s, moved)
-        self.limit = ConcurrencyLimit(max_in_flight)
-        self._max_in_flight = max_in_flight
+        self.life = LifeCycle(now_s, self.moved)
+        self.limit = ConcurrencyLimit(self.max_in_flight)
         self.leases: dict[HeldLease[B], None] = {}  # oldest first; a set's order would differ between processes
         self.last_error: SpotError | None = None
         self.held_until_s = now_s  # the end of the pause that it asked for
@@ -287,14 +279,14 @@ class Replica(Generic[B]):
 
     async def enter(self) -> Capabilities:
         """Enter the backend object, and return what its server offers. What it offered first is kept."""
-        async with self._turns.turn(self.name):
+        async with self.turns.turn(self.name):
             await self.backend.__aenter__()
         self.is_entered = True
         self.showed_life(self._loop.time())
         found = await self.backend.capabilities(deadline=self._loop.time() + CAPABILITIES_TIMEOUT_S)
         if self.offers is None:
             self.offers = found
-            self.limit = ConcurrencyLimit(self._max_in_flight, found.slots or 1)
+            self.limit = ConcurrencyLimit(self.max_in_flight, found.slots or 1)
             self.update_load()
         return found
 

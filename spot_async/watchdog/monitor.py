@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -53,21 +54,19 @@ LONGEST_TELLING_S = 10 * TELL_S
 FROZEN_S = 5.0  # a beat that is later than this means that the whole process did not run
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Watches a run. Enter it on the run's loop, run `watch` there, and let it listen to the run's events.
 
     `exit_process(message)` ends this process at once, with the code of a stalled run. None: it is not ours to end.
     """
 
-    def __init__(
-        self,
-        limits: SilenceLimits | None,
-        directory: Path,
-        *,
-        exit_process: Callable[[str], None] | None = None,
-    ) -> None:
-        """`limits`: with None it does not watch, and writes reports only when asked to."""
-        self._directory = directory
+    limits: SilenceLimits | None  # None: it does not watch, and writes reports only when asked to
+    directory: Path
+    _: KW_ONLY
+    exit_process: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
         self._training: TrainingView | None = None  # only while it trains
         # The phase of each pump and its iteration; until they say so, what they do first.
         self._phases: dict[Pump, tuple[Phase, int]] = {
@@ -75,8 +74,6 @@ class Watchdog:
             "publish": ("wait for weights", 1),
         }
         self._evaluation_stages: Sequence[Stage[Any]] = ()  # those of the evaluation that is under way
-        self._limits = limits
-        self._exit_process = exit_process
         self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._step = "start"
         self._is_stalled = False  # then the thread looks no more, and only sees to the run's end
@@ -92,17 +89,17 @@ class Watchdog:
         self._beats, self._beat_s = 0, self._loop.time()
         self._timer = self._loop.call_later(BEAT_S, self._beat)
         self._thread = threading.Thread(target=self._watch_loop, name="watchdog", daemon=True)
-        if self._limits is not None:
+        if self.limits is not None:
             self._thread.start()
-        if self._exit_process is not None:
+        if self.exit_process is not None:
             self._loop.add_signal_handler(signal.SIGQUIT, self._report_when_asked)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._exit_process is not None:
+        if self.exit_process is not None:
             self._loop.remove_signal_handler(signal.SIGQUIT)
         self._timer.cancel()
-        if self._is_stalled and self._exit_process is not None:
+        if self._is_stalled and self.exit_process is not None:
             return  # the thread watches over the rest of the process's end
         self._ended.set()
         if self._thread.ident is not None:
@@ -162,7 +159,7 @@ class Watchdog:
         if self._training is not None:
             phases = {pump: self._phases[pump] for pump in (PUMPS if self._has_two_pumps else PUMPS[:1])}
         asked_s = max((each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0)
-        return look_at_pumps(phases, self._progress, self._limits, now_s, asked_s)
+        return look_at_pumps(phases, self._progress, self.limits, now_s, asked_s)
 
     @property
     def _has_two_pumps(self) -> bool:
@@ -196,7 +193,7 @@ class Watchdog:
 
     def _write(self, title: str, look: RunLook) -> Path | None:
         """Write the report and return where, which is elsewhere if the run directory's disk hangs."""
-        for path in (self._directory / REPORT, None):
+        for path in (self.directory / REPORT, None):
             if written := in_time(partial(write_report, path, title, look), TELL_S):
                 return written
         return None
@@ -230,7 +227,7 @@ class Watchdog:
             commits=self._progress.last.copy(),
             counts=counts,
             replicas=self._replicas(),
-            logs=self._directory / "logs",
+            logs=self.directory / "logs",
         )
 
     def _watch_loop(self) -> None:
@@ -255,10 +252,10 @@ class Watchdog:
             reported = True
             if self._pumps(now_s)[0].is_stalled:
                 message = self._stall_message(now_s, place)
-                if self._exit_process is not None:
-                    self._exit_process(message)
+                if self.exit_process is not None:
+                    self.exit_process(message)
                 return  # it is reported, and the process is not ours to end
-        if self._is_stalled and self._exit_process is not None:
+        if self._is_stalled and self.exit_process is not None:
             self._told.wait(LONGEST_TELLING_S)
             if not self._ended.wait(COME_DOWN_S):
-                self._exit_process(self._message)
+                self.exit_process(self._message)

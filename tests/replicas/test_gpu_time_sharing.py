@@ -163,7 +163,7 @@ def test_none_is_awake_while_the_trainer_trains_and_whoever_is_asked_wakes_after
         sleeps_while_training = True
 
     async def scenario(pools, card):
-        time_sharing = pools["math"]._time_sharing
+        time_sharing = pools["math"].time_sharing
         assert time_sharing.sleeps_while_training
         for _ in range(3):
             await ask(pools["math"], lambda each: each.score())
@@ -238,7 +238,7 @@ def test_requests_that_fail_or_are_cancelled_on_their_way_end_no_shift_too_early
         async with asyncio.TaskGroup() as group:
             for ordinal in range(200):
                 group.create_task(one(ordinal))
-        time_sharing = pools["math"]._time_sharing
+        time_sharing = pools["math"].time_sharing
         assert (time_sharing._in_flight, time_sharing._asking) == (0, [])
 
     shares_time(scenario, "math", "code", seed=5)
