@@ -32,7 +32,7 @@ from spot_async.protocols import HealthCheck
 from spot_async.replicas.capabilities import MODEL, check_no_less, check_same
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, Replica, Report, Trouble
-from spot_async.replicas.weights import Weights
+from spot_async.replicas.weights import Weights, loop_time_s
 
 LONGEST_PING_S = 10.0  # long enough for a machine that swaps
 PING_INTERVAL_S = 1.0
@@ -97,7 +97,7 @@ class Recovery(Generic[B]):
             await self.replica.needs_ping(self.serving.stall_s)
             connections_failed = life.state is State.SUSPECT
             if life.state is State.SERVING:  # it has had requests and answered none for `stall_s`
-                life.move(State.SUSPECT, _now_s())
+                life.move(State.SUSPECT, loop_time_s())
             error = await self._ping(unknown_is_well=not connections_failed)
             # A server may answer pings and yet fail real requests, as its request on trial did.
             if connections_failed and life.failed_trial:
@@ -106,11 +106,11 @@ class Recovery(Generic[B]):
                 is_other = isinstance(error, ServerRestartedError)
                 self.replica.report(Trouble.RESTARTED if is_other else Trouble.SILENT, error)
                 return
-            self.replica.showed_life(_now_s())
+            self.replica.showed_life(loop_time_s())
             if life.state is State.SUSPECT:
-                life.move(State.HALF_OPEN if connections_failed else State.SERVING, _now_s())
+                life.move(State.HALF_OPEN if connections_failed else State.SERVING, loop_time_s())
             elif life.state is State.HALF_OPEN:  # it answers pings, so the request on trial just takes long
-                life.move(State.SERVING, _now_s())
+                life.move(State.SERVING, loop_time_s())
 
     async def _ping(self, *, unknown_is_well: bool) -> SpotError | None:
         """Ping the replica; return the error of a failed ping.
@@ -121,7 +121,7 @@ class Recovery(Generic[B]):
         if not isinstance(backend, HealthCheck):
             return None if unknown_is_well else self.replica.last_error
         try:
-            await backend.ping(deadline=_now_s() + min(LONGEST_PING_S, self.serving.stall_s))
+            await backend.ping(deadline=loop_time_s() + min(LONGEST_PING_S, self.serving.stall_s))
         except RequestError as error:
             return error
         return None
@@ -130,10 +130,10 @@ class Recovery(Generic[B]):
         """Take the replica out of rotation, and take back what it has in flight."""
         replica, reason = self.replica, f"{report.trouble.value} ({report.error})"
         if report.trouble in (Trouble.ENDED, Trouble.SILENT):
-            replica.take_out(State.OPEN, _now_s())
+            replica.take_out(State.OPEN, loop_time_s())
             replica.take_back(reason, is_lost=True)
             return
-        replica.take_out(State.DRAINING, _now_s())
+        replica.take_out(State.DRAINING, loop_time_s())
         try:
             async with asyncio.timeout(self.serving.stall_s):
                 await replica.until_idle()
@@ -163,7 +163,7 @@ class Recovery(Generic[B]):
         It can work for a server that thaws, and for one that only missed weights.
         """
         replica = self.replica
-        replica.life.move(State.RECOVERING, _now_s())
+        replica.life.move(State.RECOVERING, loop_time_s())
         if not (_is_frozen(report) or report.trouble is Trouble.BEHIND):
             return False
         try:
@@ -172,7 +172,7 @@ class Recovery(Generic[B]):
                     if not isinstance(error, DeadlineExceededError):
                         return False  # it will not thaw, such as a process that was killed while it was stopped
                     await asyncio.sleep(PING_INTERVAL_S)
-            replica.showed_life(_now_s())
+            replica.showed_life(loop_time_s())
             async with self._awake_throughout():
                 await self.weights.catch_up(replica)
         except TimeoutError:
@@ -182,7 +182,7 @@ class Recovery(Generic[B]):
         except SpotError as error:  # among others, it may say itself that it must be started again
             self._log.warning("replica took no weights", error=str(error))
             return False
-        replica.life.move(State.HALF_OPEN, _now_s())  # on trial, as the process is the one that had stopped
+        replica.life.move(State.HALF_OPEN, loop_time_s())  # on trial, as the process is the one that had stopped
         return True
 
     async def _enter_again(self, error: SpotError) -> None:
@@ -204,7 +204,7 @@ class Recovery(Generic[B]):
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_BETWEEN_STARTS_S, 2.0 * pause_s)
             else:
-                self.replica.life.move(State.SERVING, _now_s())
+                self.replica.life.move(State.SERVING, loop_time_s())
                 return
 
     async def _enter(self) -> None:
@@ -246,7 +246,7 @@ class Recovery(Generic[B]):
 
     async def _take_a_restart(self, error: SpotError) -> None:
         """Count a restart. If none is left, raise when this was the last replica, else wait here until the run ends."""
-        now_s = _now_s()
+        now_s = loop_time_s()
         while self._restarts_s and self._restarts_s[0] <= now_s - RESTARTS_WITHIN_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) < self.serving.restarts:
@@ -272,7 +272,3 @@ class Recovery(Generic[B]):
 
 def _is_frozen(report: Report) -> bool:
     return report.trouble is Trouble.SILENT and isinstance(report.error, DeadlineExceededError)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -61,14 +61,14 @@ class Weights(Generic[B]):
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
         for replica in serving:  # now, since one may be lost before the tasks below begin
-            replica.life.move(State.UPDATING, _now_s())
+            replica.life.move(State.UPDATING, loop_time_s())
         try:
             errors = await gather(self._update(each, snapshot, deadline) for each in serving)
         except asyncio.CancelledError:
             for replica in serving:
                 if replica.life.state is State.UPDATING:
                     replica.life.version = None  # it is not known which ones it holds, but it can be sent others
-                    replica.life.move(State.SERVING, _now_s())
+                    replica.life.move(State.SERVING, loop_time_s())
             raise
         refused = [
             (each, error)
@@ -78,7 +78,7 @@ class Weights(Generic[B]):
         if refused and all(each.life.version != snapshot.version for each in self._replicas):
             self._set_newest(before)
             for replica, _ in refused:
-                replica.life.move(State.SERVING, _now_s())
+                replica.life.move(State.SERVING, loop_time_s())
             raise refused[0][1]
         for replica, error in refused:
             replica.report(Trouble.BEHIND, error)
@@ -94,7 +94,7 @@ class Weights(Generic[B]):
     async def catch_up(self, replica: Replica[B]) -> None:
         """Send the newest weights to a replica that is out of rotation, until it holds those that are newest then."""
         while self._newest is not None and replica.life.version != self._newest.version:
-            await _send(replica, self._newest, _now_s() + WEIGHT_UPDATE_TIMEOUT_S)
+            await _send(replica, self._newest, loop_time_s() + WEIGHT_UPDATE_TIMEOUT_S)
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
         """Send weights to one replica; return the error with which it refused them. A lost replica is reported."""
@@ -113,7 +113,7 @@ class Weights(Generic[B]):
             replica.report(Trouble.ENDED, error)
         else:
             if replica.life.state is State.UPDATING:
-                replica.life.move(State.SERVING, _now_s())
+                replica.life.move(State.SERVING, loop_time_s())
         return None
 
     async def _until_one_serves(self, deadline: float) -> None:
@@ -139,12 +139,12 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
     """
     with in_use(Path(snapshot.directory)):
         check_unchanged(snapshot)
-        async with HeldLease(replica, LeaseRequest("weight update", ()), _now_s(), is_request=False) as backend:
+        async with HeldLease(replica, LeaseRequest("weight update", ()), loop_time_s(), is_request=False) as backend:
             if not isinstance(backend, WeightSink):
                 raise ConfigError(f"{replica.name}: its backend takes no weights")
             await backend.update_weights(snapshot, deadline=deadline)
         check_unchanged(snapshot)
-    replica.showed_life(_now_s())
+    replica.showed_life(loop_time_s())
     replica.life.version = snapshot.version
 
 
@@ -155,5 +155,5 @@ def got_no_reply(error: RequestError) -> bool:
     return error.exchange is not None and error.exchange.status is None
 
 
-def _now_s() -> float:
+def loop_time_s() -> float:
     return asyncio.get_running_loop().time()
