@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -60,58 +60,50 @@ class OrchestratorSettings(QueueSettings):
     compute: Compute = at_once  # how a policy's numpy is done that may take long
 
 
+@dataclass(eq=False)
 class Orchestrator:
     """Runs a policy. `run` returns when all iterations are done, or when the prompts or the money ran out.
 
     What happens is published on the channel of its stages.
     """
 
-    def __init__(
-        self,
-        settings: OrchestratorSettings,
-        *,
-        prompts: Iterable[Prompt],
-        policy: Policy,
-        stages: Stages,
-        trainer: Trainer,
-        student: LiveStudent,
-        records: Records,
-    ) -> None:
-        """Make an orchestrator that has not begun.
+    settings: OrchestratorSettings
+    _: KW_ONLY
+    prompts: Iterable[Prompt]
+    policy: Policy
+    stages: Stages
+    trainer: Trainer
+    student: LiveStudent
+    records: Records  # where an earlier part of the run has some, trainer and the student's servers hold its weights
 
-        Where an earlier part of the run has `records`, the trainer and the student's servers hold its weights.
-        """
+    def __post_init__(self) -> None:
         self.state = OrchestratorState()
-        self.stages = stages
-        self.book = AdmissionBook(settings)
-        self._settings = settings
-        self._prompts = iter(prompts)
-        self._policy = policy
-        self._trainer = trainer
-        self._ledger = records.ledger
-        self._resumption = records.resumption
+        self.book = AdmissionBook(self.settings)
+        self._prompts = iter(self.prompts)
+        self._ledger = self.records.ledger
+        self._resumption = self.records.resumption
         self._trained = self._resumption.version
         self._ending: asyncio.Task[None] | None = None  # of the newest iteration
-        self._figures = None if student.evaluation is None else student.evaluation.figures
-        self._saver = StateSaver(trainer, records.checkpoints, self._trained.step)
+        self._figures = None if self.student.evaluation is None else self.student.evaluation.figures
+        self._saver = StateSaver(self.trainer, self.records.checkpoints, self._trained.step)
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
         self._publisher = WeightPublisher(
-            student,
-            stages,
-            timeout_s=settings.weight_update_timeout_s,
-            drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
+            self.student,
+            self.stages,
+            timeout_s=self.settings.weight_update_timeout_s,
+            drains=self.settings.max_staleness > 0 and not _updates_in_flight(self.stages),
             served=self._trained,
             changed=self._changed,
         )
         self._accuracy: dict[int, Mapping[str, float]] = {}  # of finished prompts, until their batch is taken
         self._unanswered_in_a_row: set[str] = set()  # the problems of these prompts
         self._last_death = ""
-        self.waits = WaitClock(stages.all)
-        self._events = stages.events
+        self.waits = WaitClock(self.stages.all)
+        self._events = self.stages.events
         self._events.subscribe(self.waits, to=RequestEvent)
-        self._phases = Phases("train", stages.events)
+        self._phases = Phases("train", self._events)
         self.state.iteration = self._trained.step
         for ordinal, state in self._resumption.settled.items():
             self.book.settle(ordinal, state)
@@ -119,7 +111,7 @@ class Orchestrator:
     @property
     def is_strict(self) -> bool:
         """Whether the trainer waits for its weights to be served, so that its two pumps are never busy at once."""
-        return self._settings.max_staleness == 0
+        return self.settings.max_staleness == 0
 
     @property
     def trained(self) -> WeightVersion:
@@ -219,7 +211,7 @@ class Orchestrator:
         error: RequestError | BudgetSpentError | None = None
         try:
             stages = self.stages.for_prompt(prompt)
-            samples = stages.recorded(await supervise(self._policy, prompt, stages))
+            samples = stages.recorded(await supervise(self.policy, prompt, stages))
         except (RequestError, BudgetSpentError) as failure:
             error = failure
         finally:
@@ -263,8 +255,8 @@ class Orchestrator:
     def _check_dead_share(self) -> None:
         """Raise SpotError if more prompts were given up than may be, once as many as a batch have finished."""
         dead, finished = self.book.count(PromptState.DEAD), self.book.finished
-        most = self._settings.max_dead_share
-        if finished >= self._settings.batch_size and dead > most * finished:
+        most = self.settings.max_dead_share
+        if finished >= self.settings.batch_size and dead > most * finished:
             raise SpotError(
                 f"{dead} of {finished} prompts failed for good, more than run.max_dead_share={most:g} allows "
                 f"({FILE_NAME} has them all), the last one with: {self._last_death}"
@@ -272,15 +264,15 @@ class Orchestrator:
 
     def _check_refill(self) -> None:
         """Raise SpotError if so many prompts in a row taught nothing that batches may never be full."""
-        batches, in_vain = self._settings.refill_at_most, self.book.most_in_vain
-        if batches is not None and in_vain > batches * self._settings.batch_size:
+        batches, in_vain = self.settings.refill_at_most, self.book.most_in_vain
+        if batches is not None and in_vain > batches * self.settings.batch_size:
             raise SpotError(
-                f"{in_vain} prompts in a row taught nothing (policy {type(self._policy).__name__}), more than "
+                f"{in_vain} prompts in a row taught nothing (policy {type(self.policy).__name__}), more than "
                 f"training.refill_at_most={batches} batches: raise it, or choose problems that are sometimes solved"
             )
 
     async def _train_batches(self, group: asyncio.TaskGroup) -> None:
-        for number in range(self._trained.step + 1, self._settings.iterations + 1):
+        for number in range(self._trained.step + 1, self.settings.iterations + 1):
             times = PhaseTimes()
             phase = self._phases.begin(number, "wait for batch")
             batch = await self._next_batch()
@@ -304,13 +296,13 @@ class Orchestrator:
             self._ledger.cut(number - 1, self._trained.lineage, found)
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
-            report = await self._trainer.train(number - 1, trained)
+            report = await self.trainer.train(number - 1, trained)
             finished = IterationFinished(number, samples, report, times, accuracy)
             await self._tell_policy(finished)
             self.book.trained(taught)
             self._changed.set()
             self._trained = report.snapshot.version
-            written = group.create_task(self._trainer.published(number), name=f"weights {number}")
+            written = group.create_task(self.trainer.published(number), name=f"weights {number}")
             self._publisher.offer(number, report, written)
             if self._saver.is_due(number):
                 await self._saver.begin(number)
@@ -325,17 +317,17 @@ class Orchestrator:
     async def _revised(self, iteration: int, batch: list[Finished], times: PhaseTimes) -> list[Finished]:
         """Return a batch with the terms that the policy gives it once it knows what the student in training says."""
         drafts = [sample for _, group in batch for sample in group if sample.supervision is not None]
-        if not drafts or not isinstance(self._policy, Reviser):
+        if not drafts or not isinstance(self.policy, Reviser):
             return batch
         supervision = [sample.supervision for sample in drafts if sample.supervision is not None]
         self._check_feed(supervision)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        live = await self._trainer.look(iteration, supervision)
+        live = await self.trainer.look(iteration, supervision)
         times.look = loop.time() - began_s
-        progress = iteration / self._settings.iterations
+        progress = iteration / self.settings.iterations
         asked = LiveBatch(samples=tuple(drafts), live=tuple(live), iteration=iteration, progress=progress)
-        given = iter(await self._settings.compute(revise, self._policy, asked))
+        given = iter(await self.settings.compute(revise, self.policy, asked))
         times.revise = loop.time() - began_s - times.look
         return [
             (ordinal, [sample if sample.supervision is None else next(given) for sample in group])
@@ -344,14 +336,14 @@ class Orchestrator:
 
     async def _tell_policy(self, trained: IterationFinished) -> None:
         """Tell a policy that observes, before weights are served that its next prompts are sampled from."""
-        if not isinstance(self._policy, Observer):
+        if not isinstance(self.policy, Observer):
             return
         iteration = trained.iteration - 1
-        step = iteration - self._settings.max_staleness  # its evaluation is there: see `_wait_for_served`
+        step = iteration - self.settings.max_staleness  # its evaluation is there: see `_wait_for_served`
         figures = await self._figures(step) if self._figures is not None and step > 0 else {}
         metrics = {f"train/{name}": value for name, value in trained.report.metrics.items() if not name.endswith("_s")}
         report = IterationReport(iteration=iteration, metrics=trained.means | metrics, evaluation={**figures})
-        await self._settings.compute(observe, self._policy, report)
+        await self.settings.compute(observe, self.policy, report)
 
     async def _end_after(
         self, pending: Sequence[asyncio.Task[Any]], finished: IterationFinished, group: asyncio.TaskGroup
@@ -377,8 +369,8 @@ class Orchestrator:
 
         No batch could be complete earlier: its last prompts are admitted then.
         """
-        is_last = number == self._settings.iterations
-        step = self._trained.step - (0 if is_last else self._settings.max_staleness)
+        is_last = number == self.settings.iterations
+        step = self._trained.step - (0 if is_last else self.settings.max_staleness)
         publisher = self._publisher
         phase = self._phases.begin(number, "update weights")
         while publisher.confirmed.step < step and not self.state.stopped:
@@ -391,7 +383,7 @@ class Orchestrator:
             times.evaluate = self._phases.end(phase, ordinals)
 
     def _check_feed(self, trained: Sequence[Supervision]) -> None:
-        settings = self._settings
+        settings = self.settings
         try:
             check_feed(
                 trained,
@@ -401,9 +393,9 @@ class Orchestrator:
                 teacher_lag=settings.teacher_lag,
             )
         except WrongSupervisionError as wrong:
-            if is_ours(self._policy):
+            if is_ours(self.policy):
                 raise
-            raise PluginError(f"policy {type(self._policy).__name__}: {wrong}") from wrong
+            raise PluginError(f"policy {type(self.policy).__name__}: {wrong}") from wrong
 
     async def _put_to_sleep(self) -> None:
         busy = sum(stage.in_flight for stage in self.stages.all)
@@ -414,7 +406,7 @@ class Orchestrator:
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         own = max((len(ids) for ids in (prompt.teacher_ids, *prompt.own_ids.values()) if ids is not None), default=0)
         return worst_case_bytes(
-            len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs, teacher_prompt_tokens=own
+            len(prompt.token_ids), self.settings.max_response_tokens, self.policy.needs, teacher_prompt_tokens=own
         )
 
 

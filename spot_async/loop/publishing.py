@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -105,37 +105,23 @@ class Publication(NamedTuple):
     written: asyncio.Task[tuple[WeightFile, ...]]  # done once they are all on disk
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """Publishes what it is offered. `confirmed` and `served` are those of the newest weights that got so far."""
 
-    def __init__(
-        self,
-        student: LiveStudent,
-        stages: Stages,
-        *,
-        timeout_s: float,
-        drains: bool,
-        served: WeightVersion,
-        changed: asyncio.Event,
-    ) -> None:
-        """Make a publisher. The student's servers hold `served`.
+    student: LiveStudent
+    stages: Stages
+    _: KW_ONLY
+    timeout_s: float  # for one update
+    drains: bool  # no request is under way at the student during one
+    served: WeightVersion  # an evaluation that was due is made: prompts may be admitted; at first what servers hold
+    changed: asyncio.Event  # set whenever other weights are confirmed or served
 
-        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `changed` is set
-        whenever other weights are confirmed or served.
-        """
-        self.sleepers = SleepingServers(student.sleepers, timeout_s)  # they wake for an update
-        self.confirmed = served  # all student servers hold them
-        self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
-        self._changed = changed
-        self._sinks = student.weight_sinks
-        self._teacher_sinks = student.teacher_sinks
-        self._had: dict[str, WeightVersion] = {}  # by these, since they were last sent some
-        self._stages = stages
-        self._timeout_s = timeout_s
-        self._drains = drains
-        self._evaluation = student.evaluation
-        self._events = stages.events
-        self._phases = Phases("publish", stages.events)
+    def __post_init__(self) -> None:
+        self.sleepers = SleepingServers(self.student.sleepers, self.timeout_s)  # they wake for an update
+        self.confirmed = self.served  # all student servers hold them
+        self._had: dict[str, WeightVersion] = {}  # by teachers' sinks, since they were last sent some
+        self._phases = Phases("publish", self.stages.events)
         self._waiting: deque[Publication] = deque()
         self._is_complete = False
         self._offered = asyncio.Event()
@@ -174,28 +160,28 @@ class WeightPublisher:
         snapshot = msgspec.structs.replace(snapshot, files=written.result())
         changed = {role: each for role, each in teachers.items() if each.version != self._had.get(role)}
         sent = [
-            *((sink, snapshot) for sink in self._sinks),
-            *((self._teacher_sinks[role], changed[role]) for role in changed),
+            *((sink, snapshot) for sink in self.student.weight_sinks),
+            *((self.student.teacher_sinks[role], changed[role]) for role in changed),
         ]
         async with self._drained(iteration, changed):
             phase = self._phases.begin(iteration, "update weights")
             async with self.sleepers.updated():
-                deadline = loop.time() + self._timeout_s
+                deadline = loop.time() + self.timeout_s
                 await gather(self._update(sink, each, deadline) for sink, each in sent)
             self._phases.end(phase)
         self._had |= {role: each.version for role, each in changed.items()}
         self.confirmed = snapshot.version
-        self._changed.set()
+        self.changed.set()
         # Before more prompts are admitted, so that nothing else is asked of a strict run's student meanwhile.
-        if self._evaluation is not None and self._evaluation.is_due(iteration):
+        if self.student.evaluation is not None and self.student.evaluation.is_due(iteration):
             phase = self._phases.begin(iteration, "evaluate")
-            result = await self._evaluation.measure(iteration)
+            result = await self.student.evaluation.measure(iteration)
             seconds = self._phases.end(phase)
             if result is not None:
-                self._events.publish(Evaluated(iteration, result, snapshot, seconds))
+                self.stages.events.publish(Evaluated(iteration, result, snapshot, seconds))
         self.served = snapshot.version
-        self._changed.set()
-        self._events.publish(WeightsServed(iteration, snapshot.version, loop.time()))
+        self.changed.set()
+        self.stages.events.publish(WeightsServed(iteration, snapshot.version, loop.time()))
 
     @asynccontextmanager
     async def _drained(self, iteration: int, changed: Collection[str]) -> AsyncIterator[None]:
@@ -205,8 +191,8 @@ class WeightPublisher:
         each time.
         """
         pauses = []
-        for role, pause in self._stages.pauses.items():
-            if self._drains if role == "student" else role in changed or role not in self._teacher_sinks:
+        for role, pause in self.stages.pauses.items():
+            if self.drains if role == "student" else role in changed or role not in self.student.teacher_sinks:
                 pauses.append(pause)
         if not pauses:
             yield
@@ -225,4 +211,4 @@ class WeightPublisher:
         await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
 
     def _is_due(self, iteration: int) -> bool:
-        return self._evaluation is not None and self._evaluation.is_due(iteration)
+        return self.student.evaluation is not None and self.student.evaluation.is_due(iteration)
