@@ -12,7 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -143,36 +143,33 @@ def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[
     return metrics
 
 
+@dataclass(eq=False)
 class RunMeters:
     """What a run measures beside its stages: traffic and replicas of its backends, its event loop, and its spending."""
 
-    def __init__(
-        self,
-        backends: Mapping[str, Backend] = MappingProxyType({}),
-        loop_lag: LoopLag | None = None,
-        spending: RunSpendingMetrics | None = None,
-    ) -> None:
-        """Begin to measure the first iteration. `backends` are by role, and have been entered."""
-        self._traffic = {role: each for role, each in backends.items() if isinstance(each, TrafficSource)}
+    backends: Mapping[str, Backend] = field(default_factory=dict)  # by role; they have been entered
+    loop_lag: LoopLag | None = None
+    spending: RunSpendingMetrics | None = None
+
+    def __post_init__(self) -> None:
+        """Begin to measure the first iteration."""
+        self._traffic = {role: each for role, each in self.backends.items() if isinstance(each, TrafficSource)}
         self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
-        self._backends = backends
         self._last_replicas = self._replicas()
-        self._spending = spending
-        self._loop_lag = loop_lag
-        if loop_lag is not None:
-            loop_lag.take()  # drops what was measured before the first iteration
+        if self.loop_lag is not None:
+            self.loop_lag.take()  # drops what was measured before the first iteration
 
     def take(self, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of the time since the last call, `elapsed_s` ago, including evaluations."""
         return {
             **self._take_traffic(),
             **self._take_replicas(elapsed_s),
-            **(self._spending.take() if self._spending is not None else {}),
-            **(self._loop_lag.take() if self._loop_lag is not None else {}),
+            **(self.spending.take() if self.spending is not None else {}),
+            **(self.loop_lag.take() if self.loop_lag is not None else {}),
         }
 
     def _replicas(self) -> dict[str, ReplicaStatus]:
-        return {each.name: each for states in replica_states(self._backends).values() for each in states}
+        return {each.name: each for states in replica_states(self.backends).values() for each in states}
 
     def _take_replicas(self, elapsed_s: float) -> dict[str, float]:
         now, last = self._replicas(), self._last_replicas

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,34 +49,25 @@ TEXTS = 8  # responses of an evaluation that sinks show
 RESPONSES = 64  # of a stand-alone evaluation, between two rows of spending
 
 
+@dataclass(eq=False)
 class RunLog:
-    """The listener that keeps the files of a run directory up to date."""
+    """The listener that keeps the files of a run directory up to date. It begins to measure when it is made."""
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        stages: Stages,
-        sinks: Sequence[MetricSink] = (),
-        meters: RunMeters | None = None,
-        *,
-        is_strict: bool = True,
-        samples_every: int = 1,
-        evaluations: Iterable[Evaluated] = (),
-    ) -> None:
-        """Begin to measure the first iteration. `evaluations` were made before and are in no row yet.
+    directory: RunDirectory
+    stages: Stages
+    sinks: Sequence[MetricSink] = ()
+    meters: RunMeters = field(default_factory=RunMeters)
+    _: KW_ONLY
+    is_strict: bool = True  # else it is also written how far training and publishing are apart
+    samples_every: int = 1
+    evaluations: InitVar[Iterable[Evaluated]] = ()  # that were made before and are in no row yet
 
-        Unless the run `is_strict`, it is also written how far training and publishing are apart.
-        """
-        self._publishing = None if is_strict else PumpClock("publish")
+    def __post_init__(self, evaluations: Iterable[Evaluated]) -> None:
+        self._publishing = None if self.is_strict else PumpClock("publish")
         self._served_step = 0
-        self._meters = meters or RunMeters()
-        self._directory = directory
-        self._samples_every = samples_every
-        self._sinks = sinks
         self._eventful: set[str] = set()  # metrics that were not 0 all the time: sinks get no others
-        self._stages = stages
-        self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
-        self._last_tokens = stages.tokens_generated
+        self._last_counters = {stage.name: replace(stage.counters) for stage in self.stages.all}
+        self._last_tokens = self.stages.tokens_generated
         self._iteration_started_s = time.monotonic()
         self._evaluations = deque(evaluations)  # those in no row yet; each row takes one
 
@@ -101,21 +92,21 @@ class RunLog:
         metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
         if self._publishing is not None and evaluation is not None:  # the trainer need not have waited for it
             metrics["time/evaluate_s"] = result.times_s.evaluate
-        metrics |= self._publishing_metrics(result) | self._meters.take(elapsed_s)
+        metrics |= self._publishing_metrics(result) | self.meters.take(elapsed_s)
         self._iteration_started_s = now_s
-        if self._samples_every and result.iteration % self._samples_every == 0:
+        if self.samples_every and result.iteration % self.samples_every == 0:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]
-            self._directory.append("samples.jsonl", lines)
-        self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+            self.directory.append("samples.jsonl", lines)
+        self.directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         self._eventful |= {name for name, value in metrics.items() if value}
         shown = {name: value for name, value in metrics.items() if name in self._eventful}
         texts = {} if evaluation is None else sample_texts(evaluation.result)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(result.iteration, shown, texts)
-        self._directory.weights.advance_student_to(Path(result.report.snapshot.directory))
+        self.directory.weights.advance_student_to(Path(result.report.snapshot.directory))
 
     def _write_dead_letter(self, prompt: Prompt, error: RequestError) -> None:
-        self._directory.append(FILE_NAME, [dead_letter(prompt, error)])
+        self.directory.append(FILE_NAME, [dead_letter(prompt, error)])
         structlog.get_logger().warning(
             "prompt died", problem_id=prompt.problem.id, failure=error.failure_class.value, reason=str(error)
         )
@@ -134,11 +125,11 @@ class RunLog:
     def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of generated tokens and of each stage's requests in the iteration that has just ended."""
         metrics: dict[str, float] = {}
-        tokens = self._stages.tokens_generated
+        tokens = self.stages.tokens_generated
         if tokens and elapsed_s > 0:  # a run in which no model generates has no such metric
             metrics["throughput/generated_tokens_per_s"] = (tokens - self._last_tokens) / elapsed_s
         self._last_tokens = tokens
-        for stage in self._stages.all:
+        for stage in self.stages.all:
             now, last = stage.counters, self._last_counters[stage.name]
             self._last_counters[stage.name] = replace(now)
             metrics |= stage_metrics(stage.name, now, last, elapsed_s)
