@@ -8,6 +8,7 @@ They lie beside the optimiser's averages of gradients, and so are spread, offloa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,39 +24,35 @@ from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import WeightSnapshot, WeightVersion
 
 
+@dataclass(eq=False)
 class FollowingTeachers:
     """All teachers of a run that follow the student, by role. All ranks call it alike."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        writer: Callable[..., WeightWriter],
-    ) -> None:
-        """`model` is the student as they begin. `writer` makes one, given its directory and what is `written`."""
-        self._settings = settings
-        self._model = model
-        self._optimizer = optimizer
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
+    settings: TrainerSettings
+    model: PreTrainedModel  # the student as they begin
+    optimizer: torch.optim.Optimizer
+    writer: Callable[..., WeightWriter]  # makes one, given its directory and what is `written`
+
+    def __post_init__(self) -> None:
+        self._parameters = [each for each in self.model.parameters() if each.requires_grad]
         self._writers = {
-            role: writer(settings.weights_directory / role, written=partial(self._copy_of, role))
-            for role, follows in settings.follows.items()
+            role: self.writer(self.settings.weights_directory / role, written=partial(self._copy_of, role))
+            for role, follows in self.settings.follows.items()
             if not follows.is_live
         }
         for parameter in self._parameters:
-            state = state_of(optimizer, parameter)
+            state = state_of(self.optimizer, parameter)
             state |= {role: parameter.detach().clone().to(state["exp_avg"].device) for role in self._writers}
 
     def _copy_of(self, role: str, live: Tensor) -> Tensor:
         """Return what a teacher has in place of a tensor of the student; itself if that is not trained."""
-        return cast(Tensor, self._optimizer.state[live][role]) if live.requires_grad else live
+        return cast(Tensor, self.optimizer.state[live][role]) if live.requires_grad else live
 
     @torch.no_grad()
     def advance(self, step: int) -> None:
         """Take in the student's weights after `step` steps. What was published before may not be being written."""
         for role in self._writers:
-            follows = self._settings.follows[role]
+            follows = self.settings.follows[role]
             for parameter in self._parameters if follows.step_at(step) == step else ():
                 copy = local(self._copy_of(role, parameter))
                 new = local(parameter).to(copy.device)
@@ -70,14 +67,14 @@ class FollowingTeachers:
         Raises `TrainerError` as `WeightWriter.publish` does.
         """
         for role, writer in self._writers.items():
-            had = self._settings.follows[role].step_at(step)
+            had = self.settings.follows[role].step_at(step)
             if had and is_due(writer.path(had), had):
-                writer.publish(self._model, had, is_whole=not self._settings.teachers_take_adapters)
+                writer.publish(self.model, had, is_whole=not self.settings.teachers_take_adapters)
 
     def snapshots(self, student: WeightSnapshot) -> dict[str, WeightSnapshot]:
         """Return what each of them has beside these weights of the student. Those with initial weights are left out."""
         version, found = student.version, {}
-        for role, follows in self._settings.follows.items():
+        for role, follows in self.settings.follows.items():
             if follows.is_live:
                 found[role] = student
             elif had := follows.step_at(version.step):

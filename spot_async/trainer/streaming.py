@@ -10,6 +10,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -71,6 +72,7 @@ def _file_names(model: PreTrainedModel, found: Collection[str], own: dict[str, T
             yield name, file_name
 
 
+@dataclass(eq=False)
 class WeightStream:
     """A student's weights as they are published: merged with its adapters, each of its type.
 
@@ -78,25 +80,16 @@ class WeightStream:
     other ranks wait for this one, whether it could write or not.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        adapters: dict[str, Tensor],
-        base: Path,
-        types: Mapping[str, torch.dtype],
-        written: Callable[[Tensor], Tensor] = lambda live: live,
-    ) -> None:
-        """`adapters` are whole, `base` is the directory that the student was read from, `types` are `published_types`.
+    model: PreTrainedModel
+    adapters: dict[str, Tensor]  # whole
+    base: Path  # the directory that the student was read from
+    types: Mapping[str, torch.dtype]  # `published_types`
+    written: Callable[[Tensor], Tensor] = lambda live: live  # returns what is written in place of a live tensor
 
-        `written` returns what is written in place of a live tensor.
-        """
-        self.model = model
-        self._written = written
-        self._adapters = adapters
-        self._types = types
-        shapes = {name: tuple(each.shape) for name, each in own_weights(model).items()}
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(each.shape) for name, each in own_weights(self.model).items()}
         # Transformers changes some mixtures' weights when it reads them, and changes them back when it writes.
-        self._files, self._index = self._layout(shapes) if has_just(base, model) else ({}, None)
+        self._files, self._index = self._layout(shapes) if has_just(self.base, self.model) else ({}, None)
         self._names = [name for each in self._files.values() for name in each] or list(shapes)
         self._tensors = self._gathered()
 
@@ -120,7 +113,7 @@ class WeightStream:
         """Gather weights. None is held on to while the next one is gathered."""
         live = own_weights(self.model)
         for name in self._names:
-            yield whole(self._written(live[name]))
+            yield whole(self.written(live[name]))
 
     def _merged(self) -> Iterator[Tensor]:
         """Yield whole weights, each with its adapter, which is added in float32."""
@@ -129,7 +122,7 @@ class WeightStream:
             tensor = next(self._tensors)
             if name in layers:
                 layer, scale = layers[name]
-                tensor = tensor.float() + scale * (self._adapters[f"{layer}.{UP}"] @ self._adapters[f"{layer}.{DOWN}"])
+                tensor = tensor.float() + scale * (self.adapters[f"{layer}.{UP}"] @ self.adapters[f"{layer}.{DOWN}"])
             yield tensor
             del tensor  # before the next is gathered
 
@@ -137,13 +130,13 @@ class WeightStream:
         """Return which file has which weights in which order, and the index if there are several files."""
         names = sorted(shapes, key=_layer_by_layer)
         split = split_torch_state_dict_into_shards(
-            {name: torch.empty(shapes[name], dtype=self._types[name], device="meta") for name in names},
+            {name: torch.empty(shapes[name], dtype=self.types[name], device="meta") for name in names},
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=MAX_FILE_SIZE,
         )
         files = {}
         for file, own in split.filename_to_tensors.items():
-            own.sort(key=lambda name: (-self._types[name].itemsize, name))  # each begins at a multiple of its size
+            own.sort(key=lambda name: (-self.types[name].itemsize, name))  # each begins at a multiple of its size
             files[file] = {name: shapes[name] for name in own}
         if not split.is_sharded:
             return files, None
@@ -155,18 +148,18 @@ class WeightStream:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
-            begin, end = end, end + torch.Size(shape).numel() * self._types[name].itemsize
-            header[name] = {"dtype": NAMES[self._types[name]], "shape": shape, "data_offsets": [begin, end]}
+            begin, end = end, end + torch.Size(shape).numel() * self.types[name].itemsize
+            header[name] = {"dtype": NAMES[self.types[name]], "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            write_tensors(file, tensors, [self._types[name] for name in shapes])
+            write_tensors(file, tensors, [self.types[name] for name in shapes])
 
     def _write_whole(self, directory: Path) -> None:
         """Let transformers write all weights at once, tied ones as one tensor under each of their names."""
         merged = zip(self._names, self._merged(), strict=True)
-        state = {name: each.to("cpu", self._types[name]) for name, each in merged}
+        state = {name: each.to("cpu", self.types[name]) for name, each in merged}
         names = {each: name for name, each in own_weights(self.model).items()}
         live = self.model.state_dict(keep_vars=True)
         self.model.save_pretrained(
