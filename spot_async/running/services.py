@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from spot_async.checks.device_shares import (
 )
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig
+from spot_async.config import ClusterConfig, Config, ModelConfig
 from spot_async.errors import ConfigError
 from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, Replicated, Sleeper, WeightSink
@@ -123,16 +124,20 @@ async def open_services(
         turns = Turns(starting_order(there.served)) if beside.turns is None else beside.turns
         time_sharing = GpuTimeSharing()
         models = {role: _of_run(role, model, run) for role, model in there.served.items()}
+        factories = {
+            role: backend_factories(model, role, directory, spending.accounts.get(role), cores)
+            for role, model in models.items()
+        }
         servers: list[AbstractAsyncContextManager[Any]] = []
         if directly:
             if any(map(shares_gpu_time, models.values())):
                 raise ConfigError("sleep_while_others_answer: servers are to be asked together here: set it to false")
-            first = {role: _first_server(role, model, directory, spending, cores) for role, model in models.items()}
-            backends: dict[str, Any] = {role: backend for role, (_, backend) in first.items()}
-            servers = [in_turn(turns, name, backend) for name, backend in first.values()]
+            first = {role: next(iter(own.items())) for role, own in factories.items()}
+            backends: dict[str, Any] = {role: make() for role, (_, make) in first.items()}
+            servers = [in_turn(turns, name, backends[role]) for role, (name, _) in first.items()]
         else:
             backends = {
-                role: _pool(role, model, directory, spending, cores, listener, turns, time_sharing)
+                role: _pool(role, model, factories[role], spending, listener, turns, time_sharing)
                 for role, model in models.items()
             }
             servers = [*(pool for role, pool in backends.items() if role not in time_sharing.pools), time_sharing]
@@ -157,7 +162,10 @@ async def open_services(
                     found = {**found, **{role: found[by] for role, by in shared if by in found and role not in found}}
                 kept_scores: Mapping[str, KeptScores] = {}
                 if is_used:
-                    _accept(diagnosis, listener)
+                    if diagnosis is not None:
+                        diagnosis.raise_if_unsafe()
+                    for warning in diagnosis.warnings if diagnosis is not None else ():
+                        listener.warn(warning)
                     kept_scores = await spending.kept_scores(found)
                     found = await _give_first_weights(run, there.served, backends, found, listener)
                 yield OpenServices(backends, found, spending, kept_scores, time_sharing)
@@ -175,9 +183,8 @@ def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None)
 def _pool(
     role: str,
     model: ModelConfig,
-    directory: Path,
+    factories: Mapping[str, MakeBackend],
     spending: RunSpending,
-    cores: CoreShares,
     listener: StartListener,
     turns: Turns,
     time_sharing: GpuTimeSharing,
@@ -187,7 +194,7 @@ def _pool(
     places = [each.place for each in model.backend.servers()]
     return ReplicaPool(
         role,
-        backend_factories(model, role, directory, account, cores),
+        factories,
         model.serving,
         are_ours=not any(place is not None and place.is_attached for place in places),
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
@@ -195,14 +202,6 @@ def _pool(
         turns=turns,
         time_sharing=time_sharing if shares_gpu_time(model) else None,
     )
-
-
-def _first_server(
-    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares
-) -> tuple[str, Any]:
-    """Make a backend of the first server of a role, and return it with the server's name. Nothing is started."""
-    name, make = next(iter(backend_factories(model, role, directory, spending.accounts.get(role), cores).items()))
-    return name, make()
 
 
 async def _ask(
@@ -219,15 +218,6 @@ async def _ask(
     diagnosis = await watched(diagnose(*run, backends, listener.answered), [each.watch for each in servers])
     listener.diagnosed(diagnosis)
     return diagnosis.capabilities, diagnosis
-
-
-def _accept(diagnosis: Diagnosis | None, listener: StartListener) -> None:
-    """Raise ConfigError for services that are unsafe for the run, and warn of what makes the run worse."""
-    if diagnosis is None:
-        return
-    diagnosis.raise_if_unsafe()
-    for warning in diagnosis.warnings:
-        listener.warn(warning)
 
 
 async def _give_first_weights(
@@ -268,17 +258,10 @@ def backend_factories(
     backends of the role, those made anew too, charge one `account`.
     """
     backend = registry.load("backends", model.backend.kind)
-
-    def factory(settings: BackendSettings) -> MakeBackend:
-        def make() -> Backend:
-            made: Backend = backend(settings, role=role, model=local_path(model.model), run_directory=run_directory)
-            return made
-
-        return make
-
+    make = partial(backend, role=role, model=local_path(model.model), run_directory=run_directory)
     own, start_s = {} if cores is None else cores.own, model.serving.start_timeout_s
     servers = {each.server_name(role): each for each in model.backend.servers()}
-    return {name: factory(each.of_run(own.get(name), account, start_s)) for name, each in servers.items()}
+    return {name: partial(make, each.of_run(own.get(name), account, start_s)) for name, each in servers.items()}
 
 
 def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
