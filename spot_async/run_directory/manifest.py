@@ -22,7 +22,6 @@ DIRECTORY = "checkpoints"
 FILE = "manifest.json"
 FORMAT = 1
 DIGEST_BYTES = 16
-CHUNK_BYTES = 1 << 22
 
 
 class CheckpointFile(msgspec.Struct, frozen=True):
@@ -161,8 +160,6 @@ def _is_of_checkpoint(path: Path) -> bool:
 
 
 def _described(path: Path) -> CheckpointFile:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     with open_regular(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
     return CheckpointFile(path.name, path.stat().st_size, digest.hexdigest())
