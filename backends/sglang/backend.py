@@ -207,7 +207,7 @@ class SglangBackend(StudentBackend):
         attached_student = self._is_student and self._settings.is_attached
         takes_adapters = self._settings.weights.transport == "adapter"
         if self._is_student and not attached_student and not takes_adapters:
-            await self._updater.learn(deadline=deadline)
+            await self._updater.witnesses.learn(self._server.files.directory, deadline=deadline)
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,

@@ -90,7 +90,7 @@ class SglangWeights:
         self._server = server
         self._control = Control(server)
         self.holds_requests = release(info.version) >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
-        self.witnesses = Witnesses(server.name)
+        self.witnesses = Witnesses(server.name, self._report)
         self._others: list[str] = []  # tensors that it reports on, besides those that are compared
         self._is_checked = True  # what it holds since the last load
         self._lock = asyncio.Lock()
@@ -122,14 +122,10 @@ class SglangWeights:
             await self._control.confirm(snapshot.version, deadline)
             self._is_checked = False
             try:
-                await self.witnesses.check(lambda: self._report(deadline), snapshot)
+                await self.witnesses.check(snapshot, deadline=deadline)
             except PoisonedReplyError as error:
                 raise error.reworded(f"{error}; it stays paused") from None
             self._is_checked = True
-
-    async def learn(self, *, deadline: float) -> None:
-        """Find out which of the model's own weights, which the server holds, can be recognised later."""
-        await self.witnesses.learn(lambda: self._report(deadline), self._server.files.directory)
 
     async def _report(self, deadline: float) -> dict[str, str]:
         body: dict[str, Any] = {"action": "checksum", "selector": "target"}

@@ -35,7 +35,7 @@ ALIKE = re.compile(r"\d+")  # tensors whose names differ in numbers alone are of
 Words = npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
 Digest: TypeAlias = Callable[[Bytes], str]
-Ask: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]  # a report of all tensors, or at least of the witnesses
+Ask: TypeAlias = Callable[[float], Awaitable[Mapping[str, str]]]  # by a deadline: of all tensors, or the witnesses
 
 
 class StoredTensor(NamedTuple):
@@ -70,8 +70,9 @@ class Witness(NamedTuple):
 class Witnesses:
     """Those of one server. Reports have digests by names, which end with `:` and a tensor's name."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, ask: Ask) -> None:
         self._server = server
+        self._ask = ask
         self._known: dict[str, Witness] | None = None  # by the report's names; None: not looked at
 
     @property
@@ -88,10 +89,10 @@ class Witnesses:
         self._known = {}
         structlog.get_logger().warning("what the server has loaded is not checked", server=self._server, reason=reason)
 
-    async def learn(self, ask: Ask, directory: Path) -> None:
-        """Find the witnesses of a server that holds the weights of `directory`. `ask` gets a report of all tensors."""
+    async def learn(self, directory: Path, *, deadline: float) -> None:
+        """Find the witnesses of a server that holds the weights of `directory`, in a report of all tensors."""
         try:
-            report = await ask()
+            report = await self._ask(deadline)
         except RequestError as error:
             self.have_none(first_line(error))
             return
@@ -99,16 +100,15 @@ class Witnesses:
         if not self._known:
             self.have_none("none of the digests that it reports is that of a tensor in the files")
 
-    async def check(self, ask: Ask, snapshot: WeightSnapshot) -> None:
+    async def check(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Raise `PoisonedReplyError`, in one line, unless the server holds the weights of `snapshot`.
 
         The first report of a server that was running already only tells which tensors can be witnesses.
         """
-        directory = Path(snapshot.directory)
         if self._known is None:
-            await self.learn(ask, directory)
+            await self.learn(Path(snapshot.directory), deadline=deadline)
         elif self._known:
-            report = await ask()
+            report = await self._ask(deadline)
             await asyncio.to_thread(self._compare, report, snapshot)
 
     def _compare(self, report: Mapping[str, str], snapshot: WeightSnapshot) -> None:

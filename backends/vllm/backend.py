@@ -100,7 +100,7 @@ class VllmBackend(StudentBackend):
         elif self._is_student and not self._settings.is_attached:
             await self._updater.name(str(INITIAL), deadline=deadline)
             self._names.start(str(INITIAL))
-            await self._updater.learn(deadline=deadline)
+            await self._updater.witnesses.learn(self._server.files.directory, deadline=deadline)
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what discovery found when the backend was entered, for this role and what it holds now."""

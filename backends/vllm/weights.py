@@ -55,7 +55,7 @@ class WeightUpdater:
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
         self._may_be_mixed = False  # whether a load has begun, and none has been confirmed since
         self._updating = asyncio.Lock()
-        self.witnesses = Witnesses(server.name)
+        self.witnesses = Witnesses(server.name, self._report)
         self._was_checked = False  # by its witnesses, after an update
 
     async def close(self) -> None:
@@ -64,10 +64,6 @@ class WeightUpdater:
     async def name(self, version: str, *, deadline: float) -> None:
         """Name the weights that the server serves now."""
         await self._post("/update_weight_version", {"new_version": version}, deadline)
-
-    async def learn(self, *, deadline: float) -> None:
-        """Find out which of the model's own weights, which the server holds, can be recognised later."""
-        await self.witnesses.learn(lambda: self._report(deadline), self._server.files.directory)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load a snapshot into the server.
@@ -117,7 +113,7 @@ class WeightUpdater:
             raise PoisonedReplyError(f"{self._server.name}: holds weights {held} after an update to {snapshot.version}")
         size_bytes = sum(path.stat().st_size for path in weight_files(Path(snapshot.directory)))
         if size_bytes < LARGE_BYTES or not self._was_checked:
-            await self.witnesses.check(lambda: self._report(deadline), snapshot)
+            await self.witnesses.check(snapshot, deadline=deadline)
             self._was_checked = True
         self._confirmed = snapshot
         self._may_be_mixed = False

@@ -56,11 +56,11 @@ async def test_a_server_that_reports_nothing_is_said_to_be_unchecked_once(connec
 
 
 async def test_only_tensors_that_the_server_holds_as_they_are_in_the_files_are_witnesses(model: Path):
-    async def ask() -> Mapping[str, str]:
+    async def ask(deadline: float) -> Mapping[str, str]:
         return checksums(model)
 
-    found = Witnesses("student")
-    await found.learn(ask, model)
+    found = Witnesses("student", ask)
+    await found.learn(model, deadline=soon())
     assert {NORM, "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"} <= found.names
     assert not [name for name in found.names if "embed_tokens" in name or "qkv" in name]
 
@@ -75,18 +75,18 @@ async def test_a_server_s_own_type_and_digest_are_found_by_trying(tmp_path, mode
             norm = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
         return {f"0:{NORM}": digest(norm.view(np.uint8)), "0:unknown": "7" * 16}
 
-    async def ask() -> Mapping[str, str]:
+    async def ask(deadline: float) -> Mapping[str, str]:
         return report(held)
 
-    found = Witnesses("student")
+    found = Witnesses("student", ask)
     held = model
-    await found.learn(ask, model)
+    await found.learn(model, deadline=soon())
     assert found.names == {NORM}
     held = other
-    await found.check(ask, WeightSnapshot(directory=str(other), version=V1))
+    await found.check(WeightSnapshot(directory=str(other), version=V1), deadline=soon())
     held = model
     with pytest.raises(PoisonedReplyError, match=f"1 of 1 tensors that it reports on .*{NORM}"):
-        await found.check(ask, WeightSnapshot(directory=str(other), version=V1))
+        await found.check(WeightSnapshot(directory=str(other), version=V1), deadline=soon())
 
 
 def test_sglang_s_digest_on_a_gpu_is_its_kernel_s():
@@ -114,10 +114,10 @@ async def test_of_a_large_model_the_small_tensors_and_the_first_of_each_kind_are
 
 
 async def test_a_server_that_refuses_to_report_when_it_starts_is_unchecked_and_serves(model: Path):
-    async def ask() -> Mapping[str, str]:
+    async def ask(deadline: float) -> Mapping[str, str]:
         raise PermanentError("HTTP 403: no")
 
-    found = Witnesses("student")
+    found = Witnesses("student", ask)
     with capture_logs() as logged:
-        await found.learn(ask, model)
+        await found.learn(model, deadline=soon())
     assert (found.are_there, [each["reason"] for each in logged]) == (False, ["HTTP 403: no"])
