@@ -135,7 +135,9 @@ def _read(directory: Path, step: int, state: Mapping[str, Tensor], strategy: Str
             raise TrainerError(f"it is of step {int(wanted[STEP])}, not {step}")
     except (OSError, SafetensorError, ValueError, KeyError, TrainerError) as error:
         raise TrainerError(f"cannot load checkpoint {directory}: {_reason(error)}") from error
-    _set_random_state(randomness, strategy)
+    torch.set_rng_state(randomness[f"{RANDOM_STATE}.cpu.{strategy.rank}"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(randomness[f"{RANDOM_STATE}.cuda.{strategy.rank}"])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -159,12 +161,6 @@ def _random_state(strategy: Strategy) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"{RANDOM_STATE}.cuda.{strategy.rank}"] = torch.cuda.get_rng_state()
     return states
-
-
-def _set_random_state(states: dict[str, Tensor], strategy: Strategy) -> None:
-    torch.set_rng_state(states[f"{RANDOM_STATE}.cpu.{strategy.rank}"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[f"{RANDOM_STATE}.cuda.{strategy.rank}"])
 
 
 def _prepare(directory: Path) -> str:

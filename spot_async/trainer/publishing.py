@@ -233,20 +233,12 @@ class WeightWriter:
             yield
         except DataError as error:
             raise TrainerError(f"cannot publish weights to {final}: {error}") from error
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            SafetensorError,
-        ) as error:  # transformers refuses to write some settings
-            raise TrainerError(self._describe(error, final)) from error
-
-    def _describe(self, error: Exception, final: Path) -> str:
-        # The reason of transformers stands below its first line.
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        published = self._published()
-        saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
-        return f"cannot publish weights to {final}: {reason}; {saved}"
+        # transformers refuses to write some settings. Its reason stands below its first line.
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+            done = self._published()
+            saved = f"complete weights up to {done[-1]} are untouched" if done else "none were published before"
+            raise TrainerError(f"cannot publish weights to {final}: {reason}; {saved}") from error
 
 
 def _make_readable(file: Path, like: Path) -> None:

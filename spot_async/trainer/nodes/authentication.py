@@ -132,7 +132,10 @@ def admitted(secret: Secret, challenge: bytes, answer: bytes) -> tuple[Purpose, 
     if not hmac.compare_digest(_mac(secret.value, b"node k", *said), proof):
         raise ForgedError
     seals = Seals(_seal(secret, b"from node 0", *said), _seal(secret, b"from node k", *said))
-    return _purpose(purpose), _mac(secret.value, b"node 0", *said), seals
+    try:
+        return Purpose(purpose[0]), _mac(secret.value, b"node 0", *said), seals
+    except ValueError:  # of another version
+        raise ForgedError from None
 
 
 def proven(secret: Secret, said: Said, proof: bytes) -> Seals:
@@ -140,13 +143,6 @@ def proven(secret: Secret, said: Said, proof: bytes) -> Seals:
     if not hmac.compare_digest(_mac(secret.value, b"node 0", *said), proof):
         raise ForgedError
     return Seals(_seal(secret, b"from node k", *said), _seal(secret, b"from node 0", *said))
-
-
-def _purpose(said: bytes) -> Purpose:
-    try:
-        return Purpose(said[0])
-    except ValueError:  # of another version
-        raise ForgedError from None
 
 
 def _seal(secret: Secret, direction: bytes, *said: bytes) -> Seal:

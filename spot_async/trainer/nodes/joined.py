@@ -211,8 +211,9 @@ class JoinedNodes:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 first = await connection.receive()
-            if isinstance(first, bytes):
-                await self._bring(int.from_bytes(first, "big"), connection)
+            if isinstance(first, bytes):  # of a rank of another node, which is brought to the store of this round
+                if int.from_bytes(first, "big") == self._round and self._store is not None:
+                    await bring_to_store(connection, self._store.getsockname()[1])
             elif isinstance(first, Hello) and await self._is_let_in(first, connection):
                 await self._listen(first.node_rank, connection)
         except (LostConnectionError, TimeoutError):
@@ -220,19 +221,16 @@ class JoinedNodes:
         finally:
             await connection.close()
 
-    async def _bring(self, number: int, connection: Connection[bytes]) -> None:
-        """Bring a rank of another node to the store, if it is of this round."""
-        if number == self._round and self._store is not None:
-            await bring_to_store(connection, self._store.getsockname()[1])
-
     async def _is_let_in(self, hello: Hello, connection: Connection[FromNode]) -> bool:
         """Return whether a node may join. Otherwise it is told why."""
         reason = refusal(hello, self._hello)
         is_ours = hello.run_id == self._hello.run_id
-        if reason is None and not await self._is_free(hello.node_rank):
+        # A node that has just come back need not be missed yet.
+        node = hello.node_rank
+        if reason is None and not await self._until(lambda: node not in self._members, HEARTBEAT_TIMEOUT_S):
             reason = (
-                f"node {hello.node_rank} is there already, at {self._members[hello.node_rank].peer}: give each node a "
-                "rank of its own, and each run its own cluster.port"
+                f"node {node} is there already, at {self._members[node].peer}: give each node a rank of its own, and "
+                "each run its own cluster.port"
             )
             is_ours = False  # it is one too many, and ours is there
         if reason is None:
@@ -243,10 +241,6 @@ class JoinedNodes:
             self._refusal = reason
             await self._notify()
         return False
-
-    async def _is_free(self, node: int) -> bool:
-        """Return whether a node's place is free. A node that has just come back need not be missed yet."""
-        return await self._until(lambda: node not in self._members, HEARTBEAT_TIMEOUT_S)
 
     async def _listen(self, node: int, connection: Connection[FromNode]) -> None:
         self._members[node] = connection
