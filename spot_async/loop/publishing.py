@@ -128,7 +128,8 @@ class WeightPublisher:
 
     def offer(self, iteration: int, report: TrainReport, written: asyncio.Task[tuple[WeightFile, ...]]) -> None:
         """Publish an iteration's weights next, unless newer ones are offered before it comes to that."""
-        if self._waiting and not self._is_due(self._waiting[-1].iteration):
+        evaluation = self.student.evaluation
+        if self._waiting and (evaluation is None or not evaluation.is_due(self._waiting[-1].iteration)):
             self._waiting.pop()
         self._waiting.append(Publication(iteration, report.snapshot, report.teachers, written))
         self._offered.set()
@@ -209,6 +210,3 @@ class WeightPublisher:
         update = partial(sink.update_weights, snapshot, deadline=deadline)
         # A run has few sinks, whose attempts need no spreading.
         await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
-
-    def _is_due(self, iteration: int) -> bool:
-        return self.student.evaluation is not None and self.student.evaluation.is_due(iteration)

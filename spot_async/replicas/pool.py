@@ -203,7 +203,8 @@ class ReplicaPool(Opened, Generic[B]):
 
     @property
     def sleeps_while_training(self) -> bool:
-        return any(_sleeps(replica.backend) for replica in self._replicas)
+        backends = [replica.backend for replica in self._replicas]
+        return any(isinstance(each, Sleeper) and each.sleeps_while_training for each in backends)
 
     async def sleep(self, *, deadline: float) -> None:
         """Put all servers to sleep, those that are coming back too. Raises what a server answers that does not sleep.
@@ -292,10 +293,6 @@ class ReplicaPool(Opened, Generic[B]):
 def _is_lost(error: RequestError) -> bool:
     """Whether a server has ended, or was started again, since it was asked last."""
     return isinstance(error, ServerRestartedError) or got_no_reply(error)
-
-
-def _sleeps(backend: object) -> bool:
-    return isinstance(backend, Sleeper) and backend.sleeps_while_training
 
 
 async def _wake(replica: Replica[B], wake: Wake) -> RequestError | None:

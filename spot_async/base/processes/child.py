@@ -146,7 +146,11 @@ class ChildProcess:
         cpu_s = tree_cpu_s(self.pid)
         try:
             if self.process.returncode is None:
-                self._terminate()
+                with contextlib.suppress(ProcessLookupError):
+                    if self.guard_grace_s is not None:
+                        os.kill(self.pid, signal.SIGTERM)  # the guard: it stops the program and whatever that leaves
+                    else:
+                        os.killpg(self.pid, signal.SIGTERM)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
                         await self.process.wait()
@@ -154,13 +158,6 @@ class ChildProcess:
             self._kill()
             await self.process.wait()
         structlog.get_logger().info("stopped", process=self.name, pid=self.pid, cpu_s=cpu_s)
-
-    def _terminate(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.guard_grace_s is not None:
-                os.kill(self.pid, signal.SIGTERM)  # the guard: it stops the program and whatever the program leaves
-            else:
-                os.killpg(self.pid, signal.SIGTERM)
 
     def _kill(self) -> None:
         below = guard.process_tree(self.pid) if self.process.returncode is None else {}

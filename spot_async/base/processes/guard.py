@@ -107,7 +107,8 @@ class Guard:
             if self._fed:
                 self._closing.set()
             else:
-                self._signal_program(signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._program.pid, signal.SIGTERM)
             self._wait(lambda: self.status is not None, grace_s)
         if self.status is not None:
             self._signal_tree(signal.SIGTERM)
@@ -157,10 +158,6 @@ class Guard:
                     self.status = ended[1]
         except ChildProcessError:
             self._has_children = False
-
-    def _signal_program(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._program.pid, number)
 
     def _signal_tree(self, number: int, spared: str | None = None) -> None:
         """Signal everything below, or all that is known, except processes with `spared` in their command line."""
