@@ -172,8 +172,10 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
                 )
             case ssl.SSLError() if not has_answered:
                 reasons = [getattr(each, "reason", None) for each in causes if isinstance(each, ssl.SSLError)]
-                advice = _of_handshake(next(filter(None, reasons), None))
-                return PermanentError(f"{message}: {advice}" if advice else message)
+                reason = next(filter(None, reasons), None)  # OpenSSL's
+                if reason in OLD_TLS:
+                    message += ": it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
+                return PermanentError(f"{message}: is it http, not https?" if reason in NO_TLS else message)
             case BadStatusLine():
                 came = _shown_bytes(cause.message)
                 if came.startswith(TLS_ALERT) and access.scheme == "http" and not has_answered:
@@ -244,13 +246,6 @@ def _of_credentials(reply: FailedReply, section: str, given: Sequence[str]) -> s
         return f"check the key that {' and '.join(f'{section}.{each}' for each in given)} names"
     wants = "wants" if reply.status == 401 else "may want"
     return f"it {wants} a key: name the environment variable that holds it in {section}.api_key_env"
-
-
-def _of_handshake(reason: str | None) -> str:
-    """Return advice on a failed TLS handshake. `reason` is OpenSSL's."""
-    if reason in OLD_TLS:
-        return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
-    return "is it http, not https?" if reason in NO_TLS else ""
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

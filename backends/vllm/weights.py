@@ -63,7 +63,7 @@ class WeightUpdater:
 
     async def name(self, version: str, *, deadline: float) -> None:
         """Name the weights that the server serves now."""
-        await self._post("/update_weight_version", {"new_version": version}, deadline)
+        await post(self._server, "/update_weight_version", {"new_version": version}, deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load a snapshot into the server.
@@ -86,7 +86,7 @@ class WeightUpdater:
 
     async def _pause(self, deadline: float) -> None:
         try:
-            await self._post("/pause?mode=keep", None, deadline)
+            await post(self._server, "/pause?mode=keep", None, deadline)
         except NoSuchRouteError:
             raise ConfigError(
                 f"{self._server.section}: the server takes no weights: start it with {DEVELOPER_MODE} in its "
@@ -105,7 +105,7 @@ class WeightUpdater:
         self._may_be_mixed = True
         await self._transport.send(snapshot, layout, deadline=deadline)
         # Cached prefixes have keys and values of the old weights.
-        flushed = await self._post("/reset_prefix_cache", None, deadline)
+        flushed = await post(self._server, "/reset_prefix_cache", None, deadline)
         if flushed.get("success") is False:
             raise TransientError(f"{self._server.name}/reset_prefix_cache: the server could not drop its prefix cache")
         held = (await self._server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version")
@@ -147,10 +147,7 @@ class WeightUpdater:
             structlog.get_logger().warning("the server may stay paused", role=self._server.name, cause=str(second))
 
     async def _resume(self) -> None:
-        await self._post("/resume", None, self._recovery_deadline())
-
-    async def _post(self, path: str, body: object, deadline: float) -> dict[str, Any]:
-        return await post(self._server, path, body, deadline)
+        await post(self._server, "/resume", None, self._recovery_deadline())
 
     def _recovery_deadline(self) -> float:
         return asyncio.get_running_loop().time() + RECOVERY_TIMEOUT_S

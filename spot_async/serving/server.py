@@ -47,7 +47,10 @@ def serve(settings: ServeSettings) -> None:
     """Serve until a signal. Raises `DataError` or `ConfigError`, in one line, for whatever cannot be served."""
     directory = _check_model_directory(Path(settings.model))
     credentials = Credentials.of_environment()
-    _check_exposure(settings, credentials)
+    if credentials.api_key is None and not _is_local(settings):
+        raise ConfigError(
+            f"host={settings.host} is reachable from elsewhere: set {API_KEY_VARIABLE} to a secret key first"
+        )
     with _listen(settings) as listener:
         tune_malloc()
         raise_open_file_limit()
@@ -147,13 +150,6 @@ def _check_model_directory(directory: Path) -> Path:
 
 def _is_local(settings: ServeSettings) -> bool:
     return settings.uds is not None or is_loopback(settings.host)
-
-
-def _check_exposure(settings: ServeSettings, credentials: Credentials) -> None:
-    if credentials.api_key is None and not _is_local(settings):
-        raise ConfigError(
-            f"host={settings.host} is reachable from elsewhere: set {API_KEY_VARIABLE} to a secret key first"
-        )
 
 
 @contextlib.contextmanager

@@ -124,7 +124,12 @@ def _priced(requests: float, used: Usage, account: Account) -> Estimate:
     if account.prices is not None:
         # `cost` includes the price of one request.
         money = account.prices.cost(used) + (requests - 1) * account.prices.request
-    return Estimate(round(requests), used, money, _minutes(requests, used, account))
+    minutes = [
+        amount / limit
+        for amount, limit in ((requests, account.requests_per_minute), (used.tokens, account.tokens_per_minute))
+        if limit is not None
+    ]
+    return Estimate(round(requests), used, money, max(minutes, default=None))
 
 
 def _scores(needs: PolicyNeeds) -> int:
@@ -142,15 +147,6 @@ def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 def _read_by_teacher(needs: PolicyNeeds, prompt: Prompt, role: str) -> int:
     """Return the tokens that a teacher reads before a response; contexts of a policy's making at their longest."""
     return max(len(prompt.read_by(teacher_name(role) or "")), needs.teacher_prompt_tokens)
-
-
-def _minutes(requests: float, used: Usage, account: Account) -> float | None:
-    given = [
-        amount / limit
-        for amount, limit in ((requests, account.requests_per_minute), (used.tokens, account.tokens_per_minute))
-        if limit is not None
-    ]
-    return max(given) if given else None
 
 
 def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
