@@ -91,7 +91,7 @@ class RunTimes:
     publish_s: Mapping[Phase, float] = field(default_factory=dict)  # of the publish pump; empty for a strict run
     iterations: int = 0  # that they are of, evaluations left out; 0: of less than a whole one
     may_be_asynchronous: bool = False  # whether it is a strict run whose student could sample while it trains
-    has_environment: bool = False  # beside which `tune` and `simulate` are refused
+    has_environment: bool = False  # beside which `tune` is refused
 
     @property
     def of_requests(self) -> str:
@@ -126,7 +126,7 @@ def judge(times: RunTimes) -> Bottleneck:
 def _staleness_words(times: RunTimes) -> str:
     """Return where to find what staleness would bring a strict run; empty where that is not worth a question."""
     total_s = times.wait_s + times.train_s + times.update_s
-    if not times.may_be_asynchronous or times.has_environment or total_s <= 0 or times.train_s > (1 - WORTH) * total_s:
+    if not times.may_be_asynchronous or total_s <= 0 or times.train_s > (1 - WORTH) * total_s:
         return ""
     taken = f"an iteration takes {total_s / times.iterations:.3g} s: " if times.iterations else ""
     return f"{taken}spot-async simulate CONFIG --from RUN says how long it would take with max_staleness=1"

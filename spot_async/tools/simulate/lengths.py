@@ -9,20 +9,35 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from pydantic import Field
 
 from spot_async.base.seeds import derive_seed
-from spot_async.config.base import NonNegativeFloat, PositiveFloat, Section
+from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 GRAINS = 64  # an average response has about so many grains
 
 
-Asked = Counter[tuple[int, bool]]  # what was asked for each prompt so far: responses, and probes (True)
+# What was asked for each prompt so far: responses, and probes (True). And how long an episode's turns are, by session.
+Asked = Counter[tuple[int, bool] | str]
+
+
+class EnvironmentRates(Section):
+    """What answers turns, of the problems of all training sets, and the episodes that come of it."""
+
+    workers: PositiveInt | None = Field(None, description="turns that are answered at a time; default: as configured")
+    answer_s: NonNegativeFloat | None = Field(None, description="mean seconds of an answer; 0 for a turn without one")
+    answer_tokens: NonNegativeFloat = Field(0.0, description="tokens of an answer, which are only read")
+    turns: Annotated[float, Field(ge=1)] | None = Field(None, description="mean turns of a response")
+
+    def turns_of(self, ordinal: int) -> int:
+        """Return the turns of a prompt's episodes. Over prompts in a row they have the mean."""
+        mean = self.turns or 1.0
+        return int((ordinal + 1) * mean) - int(ordinal * mean)
 
 
 class LogNormal(Section):
@@ -99,11 +114,22 @@ class Workload:
     lengths: Lengths
     grain: int  # tokens
     most: int  # grains of the longest response
+    environment: EnvironmentRates = field(default_factory=EnvironmentRates)  # where it has turns: of episodes
 
     @classmethod
-    def of(cls, lengths: Lengths, max_response_tokens: int) -> Workload:
+    def of(cls, lengths: Lengths, max_response_tokens: int, environment: EnvironmentRates | None = None) -> Workload:
         grain = max(1, round(min(lengths.mean, max_response_tokens) / GRAINS))
-        return cls(lengths, grain, max(1, round(max_response_tokens / grain)))
+        return cls(lengths, grain, max(1, round(max_response_tokens / grain)), environment or EnvironmentRates())
+
+    def turn(self, ordinal: int, seed: int, most: int, asked: Asked, session: str) -> int:
+        """Return the length of an episode's turn. Each episode, of a response or a probe, has a session of its own.
+
+        All of its turns are as long, so that the first one decides.
+        """
+        if self.environment.turns is None or session not in asked:
+            grains = self.grains(ordinal, seed, most, asked)
+            asked[session] = max(1, round(grains / self.environment.turns_of(ordinal)))
+        return min(most, asked[session])
 
     def grains(self, ordinal: int, seed: int, most: int, asked: Asked) -> int:
         """Return the length of a response that may have `most` grains. One that may have fewer than all is a probe."""

@@ -19,7 +19,7 @@ from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt,
 from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError
 from spot_async.stages.services import requests_per_prompt
-from spot_async.tools.simulate.lengths import LogNormal
+from spot_async.tools.simulate.lengths import EnvironmentRates, LogNormal
 from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
@@ -76,7 +76,7 @@ class ServerRates(Section):
 class TrainerRates(Section):
     """The trainer, with all of its ranks."""
 
-    tokens_per_s: PositiveFloat | None = Field(None, description="response tokens trained a second")
+    tokens_per_s: PositiveFloat | None = Field(None, description="response tokens trained a second, without read ones")
     fixed_s: NonNegativeFloat = Field(0.0, description="seconds of an iteration besides its tokens")
 
 
@@ -88,6 +88,7 @@ class ClusterRates(Section):
     teachers: dict[str, ServerRates] = Field({}, description="of several by name; one left out is as `teacher`")
     reference: ServerRates = ServerRates()
     trainer: TrainerRates = TrainerRates()
+    environment: EnvironmentRates | None = Field(None, description="of all training sets together")
     update_s: NonNegativeFloat = Field(0.0, description="seconds of sending new weights to all student servers")
     in_flight_updates: bool = Field(
         True, description="whether student servers load weights while they have requests; else these end first"
@@ -124,14 +125,21 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
         lacking.append("student.tokens_per_s_each")
     lacking += ["trainer.tokens_per_s"] if rates.trainer.tokens_per_s is None else []
     lacking += ["lengths.median"] if rates.lengths.median is None and not knows_lengths else []
+    played = [each for key, each in config.environments.items() if key in config.data.sets]
+    environment = (rates.environment or EnvironmentRates()) if played else None
+    if environment is not None:
+        workers = sum({each.model_dump_json(): each.workers for each in played}.values())  # equal ones share them
+        environment = environment.model_copy(update={"workers": environment.workers or workers})
+        lacking += [f"environment.{name}" for name in ("answer_s", "turns") if getattr(environment, name) is None]
     if lacking:
-        is_tuned = any(key.split(".")[0] in (*ROLES, "teachers") for key in lacking)
+        is_tuned = environment is None and any(key.split(".")[0] in (*ROLES, "teachers") for key in lacking)
         raise ConfigError(
             f"{', '.join(lacking)}: not known: give --from RUN, a run of this configuration that has measured it, or "
             f"state it, for example --rate {lacking[0]}=1000{'; spot-async tune measures servers' if is_tuned else ''}"
         )
     teachers = {name: own for role, own in servers.items() if (name := teacher_name(role))}
-    return rates.model_copy(update={**{role: servers[role] for role in ROLES}, "teachers": teachers})
+    found = {role: servers[role] for role in ROLES}
+    return rates.model_copy(update={**found, "teachers": teachers, "environment": environment})
 
 
 def _no_levels(source: Tree) -> Tree:

@@ -17,7 +17,7 @@ from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.services import stage_kind, stage_server
-from spot_async.telemetry.totals import Rows, total
+from spot_async.telemetry.totals import Rows, environments_of, total
 from spot_async.telemetry.trace import PUBLISHING
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
@@ -66,11 +66,13 @@ def read_run(path: Path, config: Config) -> Recorded:
         rows = rows[1:]
         ends = (number for number, each in enumerate(slices, 1) if each.name.startswith("iteration "))
         counted = slices[next(ends, 0) :]
-    prompts, requests = _traced_prompts(slices), _requests(counted)
+    requests = _requests(counted)
     brief: Counter[str] = Counter()  # requests of no time that have no slice
     for each in counted:
         brief.update(each.args.get("brief", {}))
-    rates = _trainer(rows) | _stage_seconds(requests, brief)
+    played = _environment(rows, trained, requests)
+    prompts = _traced_prompts(slices, played.get("turns", 1.0), played.get("answer_tokens", 0.0))
+    rates = _trainer(rows) | _stage_seconds(requests, brief) | ({"environment": played} if played else {})
     servers: Tree = {}
     for role in ("student", *config.teachers_by_role, "reference"):
         if role != "student" and not _same_role(trained, config, role):
@@ -105,6 +107,26 @@ def _trainer(rows: Rows) -> Tree:
     }
 
 
+def _environment(rows: Rows, trained: Mapping[str, Any], requests: Mapping[str, Sequence[Timed]]) -> Tree:
+    """Return the rates of a run's environments, as if they were one; empty where nothing was played."""
+    rows = [row for row in rows if "environment/turns" in row]
+    asked, turns = (
+        [each._replace(server=stage) for stage in requests if stage_kind(stage) in kinds for each in requests[stage]]
+        for kinds in (["environment"], [*RESPONSES, "probe"])
+    )
+    if not rows or not turns:
+        return {}
+    mean, share, calls = (total(rows, f"environment/{name}") / len(rows) for name in ("turns", "read_share", "calls"))
+    workers = next((each.get("workers") for each in environments_of(trained).values()), None)
+    one = speed([each._replace(tokens=1.0) for each in asked], workers)
+    asked_s = 0.0 if one is None else len(asked) * (one.request_s + 1 / one.tokens_per_s_each)
+    tokens, answer_tokens = total(rows, "train/tokens") / max(1.0, total(rows, "train/trajectories")), 0.0
+    if mean > 1:
+        share /= calls  # of responses that got an answer
+        answer_tokens = tokens * share / (1 - share) * calls / (mean - 1)
+    return {"answer_s": asked_s / len(turns), "answer_tokens": answer_tokens, "turns": mean}
+
+
 def _requests(slices: Sequence[Slice]) -> dict[str, list[Timed]]:
     """Return the requests of each stage. Of those that were sent at the same time, the oldest prompt's is first.
 
@@ -126,8 +148,11 @@ def _requests(slices: Sequence[Slice]) -> dict[str, list[Timed]]:
     return requests
 
 
-def _traced_prompts(slices: Iterable[Slice]) -> list[RecordedPrompt]:
-    """Return the prompts that were finished, with the tokens of their requests."""
+def _traced_prompts(slices: Iterable[Slice], turns: float, answer_tokens: float) -> list[RecordedPrompt]:
+    """Return the prompts that were finished, with the tokens of their requests.
+
+    Which of a prompt's responses a turn is of is not traced: all have as many. Probes are as of so many turns.
+    """
     tokens: dict[tuple[int, str], list[tuple[list[int], int]]] = defaultdict(list)  # and parts, by prompt and stage
     finished: list[int] = []
     for each in slices:
@@ -145,12 +170,14 @@ def _traced_prompts(slices: Iterable[Slice]) -> list[RecordedPrompt]:
     names = {stage for _, stage in tokens}
     written, scores = (sorted(name for name in names if stage_kind(name) in kinds) for kinds in (RESPONSES, SCORES))
     prompts = []
-    for prompt in finished:
-        responses = in_order(prompt, *written)
+    asked = {prompt: own for prompt in finished if (own := in_order(prompt, *written))}
+    together = max(1, round(sum(map(len, asked.values())) / turns / max(1, len(asked))))  # responses of a prompt
+    for prompt, responses in asked.items():
+        if turns > 1:
+            responses = [sum(responses[nth::together]) for nth in range(min(together, len(responses)))]
         scored = next((own for stage in scores if len(own := in_order(prompt, stage)) == len(responses)), responses)
-        if responses:
-            own_tokens = (sum(scored) - sum(responses)) / len(responses)
-            prompts.append(RecordedPrompt(responses, in_order(prompt, "probe"), own_tokens))
+        own_tokens = max(0.0, (sum(scored) - sum(responses)) / len(responses) - (turns - 1) * answer_tokens)
+        prompts.append(RecordedPrompt(responses, [turns * each for each in in_order(prompt, "probe")], own_tokens))
     return prompts
 
 

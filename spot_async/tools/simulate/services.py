@@ -18,6 +18,9 @@ import numpy as np
 
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import Opened
+from spot_async.models.responses import counted_tokens
+from spot_async.stages.services import EnvironmentService
+from spot_async.testing.environments import SimulatedEnvironment, simulated_environment
 from spot_async.testing.services import (
     END_TOKEN,
     INITIAL_VERSION,
@@ -31,7 +34,8 @@ from spot_async.testing.services import (
     generation,
     with_topk,
 )
-from spot_async.tools.simulate.lengths import GRAINS, Asked, Workload
+from spot_async.testing.simulation import simulated_vocabulary
+from spot_async.tools.simulate.lengths import GRAINS, Asked, EnvironmentRates, Workload
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, of_one
 from spot_async.types import (
     Capabilities,
@@ -199,7 +203,7 @@ class RatedServer(Opened):
         deadline: float,
     ) -> Generation:
         most, ordinal = sampling.max_tokens, ordinal_of(prompt_ids)
-        length = self._workload.grains(ordinal, sampling.seed, most, self._asked)
+        length = self._workload.turn(ordinal, sampling.seed, most, self._asked, session or "")
         begun = await self.work(length)
         rng = np.random.default_rng(derive_seed(sampling.seed, "tokens"))
         token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
@@ -287,7 +291,7 @@ class RatedTrainer(SimulatedTrainer):
 
     def _tokens_s(self, batch: Sequence[Supervision]) -> float:
         assert self._rates.tokens_per_s is not None
-        return self._grain * sum(len(each.response_ids) for each in batch) / self._rates.tokens_per_s
+        return self._grain * sum(int(counted_tokens(each).sum()) for each in batch) / self._rates.tokens_per_s
 
 
 class RatedVerifier(SimulatedVerifier):
@@ -302,3 +306,15 @@ class RatedVerifier(SimulatedVerifier):
         if self._levels is not None:
             await self._processor.do(1.0)
         return await super().verify(problem, response_text, deadline=deadline)
+
+
+def rated_environment(rates: EnvironmentRates, workload: Workload) -> EnvironmentService:
+    """Return an environment whose workers answer a turn each at a time, and which ends episodes as the rates say."""
+    bridge = np.zeros(max(1, round(rates.answer_tokens / workload.grain)), np.int32)
+    server = SimulatedEnvironment(
+        rates.answer_s or 0.0,
+        turns=lambda problem: rates.turns_of(int(problem.id.removeprefix("p"))),
+        workers=asyncio.Semaphore(rates.workers or UNLIMITED),
+    )
+    rules = simulated_environment(simulated_vocabulary(), between=lambda texts: bridge, max_turns=UNLIMITED).rules
+    return EnvironmentService(server=server, rules=rules)

@@ -46,9 +46,8 @@ class SimulateOptions:
 
 def run(screen: Console, source: Path, config: Config, options: SimulateOptions) -> None:
     """Simulate a configuration, and show it. Raises ConfigError or DataError for what cannot be simulated."""
-    config.refuse_environment("simulate")
     rates, lengths, told = gathered(source, config, options)
-    workload = Workload.of(lengths, config.sampling.max_response_tokens)
+    workload = Workload.of(lengths, config.sampling.max_response_tokens, rates.environment)
     try:
         with screen.status("simulating"):
             outcomes = simulate(

@@ -43,6 +43,7 @@ from spot_async.tools.simulate.services import (
     RatedTrainer,
     RatedVerifier,
     prompts,
+    rated_environment,
 )
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
@@ -223,6 +224,7 @@ async def observe(
             reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
             are_base=[*config.served_by_student, *(["reference"] if is_base else [])],
             verifier=RatedVerifier(rates),
+            environments=rates.environment and {"": rated_environment(rates.environment, workload)},
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
             prompts=prompts([""] if config.route is None else [*config.teachers]),
@@ -260,6 +262,8 @@ def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaP
 def _tree(config: Config, rates: ClusterRates, staleness: int) -> dict[str, Any]:
     """Return the configuration that is simulated, with as many servers and slots as the rates say."""
     tree = {**config.model_dump(), "max_staleness": staleness}
+    if rates.environment is not None:  # of all sets together
+        tree |= {"data": {}, "environment": {"workers": rates.environment.workers}}
     for role, section in model_sections(tree).items():
         own = rates.of(role)
         section["backend"] |= {"slots": own.slots, "replicas": own.replicas, "url": None}

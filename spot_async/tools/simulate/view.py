@@ -99,6 +99,8 @@ def rate_lines(rates: ClusterRates, mean_tokens: float) -> list[str]:
         parts += [f"{own.slots} at a time"] if own.slots else []
         parts += [f"{own.request_s:.2g} s a request"] if own.request_s else []
         lines.append(f"{role}: {', '.join(parts)}")
+    if (played := rates.environment) is not None:
+        lines.append(f"environment: {played.workers} x {played.answer_s:.2g} s an answer, {played.turns:.2f} turns")
     trainer = f"trainer: {rates.trainer.tokens_per_s:,.0f} tokens/s and {rates.trainer.fixed_s:.2g} s"
     others = (
         f"weight update {rates.update_s:.2g} s, candidates {rates.candidates_s:.2g} s, verdict {rates.verdict_s:.2g} s"
