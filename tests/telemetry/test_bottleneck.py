@@ -205,7 +205,7 @@ def test_no_command_is_advised_that_is_refused_beside_an_environment(environment
     advice = judge(run_times([row], config | {"environment": environment})).advice
     assert any(line.startswith("raise stages.rollout.concurrency") for line in advice)
     said = [command for command in ("spot-async tune", "spot-async simulate") if command in " ".join(advice)]
-    assert said == ([] if environment else ["spot-async tune", "spot-async simulate"])
+    assert said == ([] if environment else ["spot-async tune"]) + ["spot-async simulate"]
 
 
 @pytest.mark.parametrize(

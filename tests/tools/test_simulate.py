@@ -24,6 +24,7 @@ from spot_async.config import Config
 from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
+from spot_async.models.responses import counted_tokens
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.run_directory.reading import RunFiles
@@ -36,11 +37,11 @@ from spot_async.testing.simulation import make_policy as make_simulated_policy
 from spot_async.testing.simulation import make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.fit import Timed, speed
-from spot_async.tools.simulate.lengths import Asked, LogNormal, Workload
+from spot_async.tools.simulate.lengths import Asked, EnvironmentRates, LogNormal, Workload
 from spot_async.tools.simulate.measured import Level, Ramp, StageLoad, Tuning
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, cluster_rates
 from spot_async.tools.simulate.reading import read_run
-from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
+from spot_async.tools.simulate.services import RatedStudent, RatedTrainer, prompts, rated_environment
 from spot_async.tools.simulate.simulate_command import SimulateOptions, gathered
 from spot_async.tools.simulate.simulation import Outcome, simulate, sufficient
 from spot_async.tools.simulate.view import binding, own_words, staleness_words
@@ -88,7 +89,7 @@ def outcomes(
     file.write_text(yaml.safe_dump(rates))
     options = SimulateOptions(run, rates=None if run else file, stated=stated)
     found, lengths, _ = gathered(tmp_path / "run.yaml", config, options)
-    workload = Workload.of(lengths, config.sampling.max_response_tokens)
+    workload = Workload.of(lengths, config.sampling.max_response_tokens, found.environment)
     return simulate(config, found, workload, most_staleness=max_staleness, iterations=iterations)
 
 
@@ -245,7 +246,8 @@ def recorded_run(
         times = each.times_s
         elapsed_s = times.wait_for_batch + times.train + times.update_weights
         trained = {
-            "train/tokens": sum(len(s.supervision.response_ids) for s in each.samples),
+            "train/tokens": sum(int(counted_tokens(s.supervision).sum()) for s in each.samples),
+            "train/trajectories": len(each.samples),
             "train/train_s": times.train - times.look - 0.1,
         }
         rows.append({"iteration": each.iteration, **iteration_metrics(each, elapsed_s), **trained})
@@ -267,6 +269,61 @@ def test_a_run_s_own_rates_and_lengths_give_its_own_time(tmp_path):
     assert strict.iteration_s == pytest.approx(recorded_s, rel=0.05)
     (said,) = own_words(tmp_path / "run", [strict])
     assert said.startswith(f"that run itself took {recorded_s:.3g} s an iteration with max_staleness=0: simulated is ")
+
+
+SHOP = {"object": "shop:Shop", "workers": 2}
+PLAYED: dict[str, Any] = {"answer_s": 0.5, "answer_tokens": 30, "turns": 2.5}
+
+
+def test_turns_are_as_long_together_as_a_response_and_the_environment_s_workers_are_named(tmp_path):
+    config = configuration(environment=SHOP)
+    plain = outcomes(configuration(), tmp_path, max_staleness=0)[0]
+    found = {
+        workers: outcomes(config, tmp_path, rates={**RATES, "environment": {**PLAYED, "workers": workers}})
+        for workers in (None, 1, 100)
+    }
+    strict = found[None][0]
+    assert strict.lags[0] == pytest.approx(plain.lags[0], rel=0.03)  # the student's tokens
+    assert strict.response_tokens == pytest.approx(plain.response_tokens + 1.5 * PLAYED["answer_tokens"], rel=0.03)
+    assert [each.lag_max <= each.max_staleness for each in found[None]] == [True] * 3
+    times_s = [found[workers][-1].iteration_s for workers in (1, None, 100)]
+    # A turn each of a batch's episodes, by so many workers.
+    assert times_s[:2] == pytest.approx([BATCH * 2.5 * 0.5, BATCH * 2.5 * 0.5 / 2], rel=0.1)
+    assert times_s[1] > 1.5 * times_s[2]
+    assert found[None][-1].bottleneck.startswith("Environment bound")
+    assert "the environment's 2 workers were" in found[None][-1].advice[0]
+    assert "environment" not in found[100][-1].bottleneck.lower()
+
+
+def test_a_probe_s_later_turns_are_as_long_as_its_first_and_no_response_s(tmp_path):
+    workload = Workload(LogNormal(median=60.0, sigma=1.0), 1, 1000, EnvironmentRates(turns=3))
+    asked, sessions = Asked(), ("prompt-0-0", "prompt-0-1", "prompt-0-probe-9-5-0")
+    most = dict(zip(sessions, (1000, 1000, 900), strict=True))
+    turns = [[workload.turn(0, n, most[each], asked, each) for n, each in enumerate(sessions)] for _ in range(3)]
+    assert turns[0] == turns[1] == turns[2]
+    assert len({*turns[0]}) == 3
+    assert workload.turn(0, 0, 2, asked, sessions[0]) == 2, "there is no room for more"
+
+
+def test_a_strict_run_s_files_give_back_its_environment_and_its_time(tmp_path):
+    config = configuration(environment=SHOP, sampling={"max_response_tokens": 400})
+    truth = ClusterRates.model_validate({"student": {"tokens_per_s": 2000, "tokens_per_s_each": 100, "slots": 64}})
+    workload = Workload(LogNormal(median=60.0, sigma=0.6), 1, 400, EnvironmentRates(workers=2, **PLAYED))
+    recorded_s = recorded_run(
+        tmp_path / "run",
+        config,
+        policy=OpdPolicy,
+        student=lambda: RatedStudent("student", truth, workload, Asked()),
+        environments={"": rated_environment(workload.environment, workload)},
+        prompts=prompts(),
+        sampling=config.sampling,
+        iterations=12,
+    )
+    found = read_run(tmp_path / "run", config)
+    assert found.rates["environment"] == pytest.approx(PLAYED, rel=0.25)  # means of shares say little of answers' tokens
+    assert found.lengths.mean == pytest.approx(workload.lengths.mean, rel=0.15)
+    (strict,) = outcomes(config, tmp_path, run=tmp_path / "run", max_staleness=0)
+    assert strict.iteration_s == pytest.approx(recorded_s, rel=0.1)
 
 
 class SerialTeacher(SimulatedTeacher):
@@ -347,6 +404,8 @@ def test_rates_that_nobody_knows_are_one_line(tmp_path):
     assert str(refused.value).count("\n") == 0
     assert str(refused.value).startswith("teacher.tokens_per_s, trainer.tokens_per_s, lengths.median: not known: ")
     assert all(words in str(refused.value) for words in ("--from RUN", "--rate teacher.tokens_per_s=", "tune"))
+    with pytest.raises(ConfigError, match=r"^environment\.answer_s, environment\.turns: not known: "):
+        outcomes(configuration(environment=SHOP), tmp_path)
 
 
 @pytest.mark.parametrize("seed", [338, 2313, 2333, 3584])
