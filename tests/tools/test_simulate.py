@@ -290,8 +290,9 @@ def test_turns_are_as_long_together_as_a_response_and_the_environment_s_workers_
     # A turn each of a batch's episodes, by so many workers.
     assert times_s[:2] == pytest.approx([BATCH * 2.5 * 0.5, BATCH * 2.5 * 0.5 / 2], rel=0.1)
     assert times_s[1] > 1.5 * times_s[2]
-    assert found[None][-1].bottleneck.startswith("Environment bound")
-    assert "the environment's 2 workers were" in found[None][-1].advice[0]
+    for workers, named in ((None, 2), (1, 1)):
+        assert found[workers][-1].bottleneck.startswith("Environment bound")
+        assert f"the environment's {named} workers were" in found[workers][-1].advice[0]
     assert "environment" not in found[100][-1].bottleneck.lower()
 
 
@@ -320,8 +321,12 @@ def test_a_strict_run_s_files_give_back_its_environment_and_its_time(tmp_path):
         iterations=12,
     )
     found = read_run(tmp_path / "run", config)
-    assert found.rates["environment"] == pytest.approx(PLAYED, rel=0.25)  # means of shares say little of answers' tokens
+    assert found.rates["environment"] == pytest.approx(
+        PLAYED, rel=0.25
+    )  # means of shares say little of answers' tokens
     assert found.lengths.mean == pytest.approx(workload.lengths.mean, rel=0.15)
+    beside = [each.tokens + 1.5 * found.rates["environment"]["answer_tokens"] for each in found.lengths.prompts]
+    assert np.mean(beside) == pytest.approx(8 + 1.5 * PLAYED["answer_tokens"], rel=0.1)  # what a teacher reads too
     (strict,) = outcomes(config, tmp_path, run=tmp_path / "run", max_staleness=0)
     assert strict.iteration_s == pytest.approx(recorded_s, rel=0.1)
 

@@ -135,7 +135,8 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
         is_tuned = environment is None and any(key.split(".")[0] in (*ROLES, "teachers") for key in lacking)
         raise ConfigError(
             f"{', '.join(lacking)}: not known: give --from RUN, a run of this configuration that has measured it, or "
-            f"state it, for example --rate {lacking[0]}=1000{'; spot-async tune measures servers' if is_tuned else ''}"
+            f"state it, for example --rate {lacking[0]}={1 if lacking[0] == 'environment.answer_s' else 1000}"
+            f"{'; spot-async tune measures servers' if is_tuned else ''}"
         )
     teachers = {name: own for role, own in servers.items() if (name := teacher_name(role))}
     found = {role: servers[role] for role in ROLES}

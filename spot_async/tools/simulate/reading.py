@@ -121,9 +121,8 @@ def _environment(rows: Rows, trained: Mapping[str, Any], requests: Mapping[str, 
     one = speed([each._replace(tokens=1.0) for each in asked], workers)
     asked_s = 0.0 if one is None else len(asked) * (one.request_s + 1 / one.tokens_per_s_each)
     tokens, answer_tokens = total(rows, "train/tokens") / max(1.0, total(rows, "train/trajectories")), 0.0
-    if mean > 1:
-        share /= calls  # of responses that got an answer
-        answer_tokens = tokens * share / (1 - share) * calls / (mean - 1)
+    if mean > 1:  # of the responses that got an answer, the share is larger
+        answer_tokens = tokens * share / (calls - share) * calls / (mean - 1)
     return {"answer_s": asked_s / len(turns), "answer_tokens": answer_tokens, "turns": mean}
 
 
