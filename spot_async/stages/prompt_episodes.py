@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,24 +19,19 @@ from spot_async.stages.stage import Stage
 from spot_async.types import Generation, IntArray, Judgement, Prompt, Sample, TokenScores, Verdict
 
 
+@dataclass(eq=False)
 class PromptEpisodes:
     """The episodes of one prompt. All of them have the same seed: equal ids then mean equal episodes."""
 
-    def __init__(
-        self,
-        stage: Stage[Environment],
-        service: EnvironmentService,
-        prompt: Prompt,
-        run_seed: int,
-        taught: dict[bytes, Episode],
-    ) -> None:
-        """`taught`: the newest that a teacher played of the problem, from which later epochs may learn too."""
-        self._stage = stage
-        self._service = service
-        self._prompt = prompt
-        self._seed = derive_seed(run_seed, prompt.ordinal, "environment")
-        self._taught = taught
-        self._by_ids = ChainMap({}, taught)
+    stage: Stage[Environment]
+    service: EnvironmentService
+    prompt: Prompt
+    run_seed: int
+    taught: dict[bytes, Episode]  # the newest that a teacher played of the problem: later epochs may learn from it too
+
+    def __post_init__(self) -> None:
+        self._seed = derive_seed(self.run_seed, self.prompt.ordinal, "environment")
+        self._by_ids = ChainMap({}, self.taught)
 
     async def play(
         self,
@@ -48,12 +43,12 @@ class PromptEpisodes:
         is_taught: bool = False,
     ) -> Generation:
         """Play an episode on, and return what is new of it."""
-        new, episode = await play(self._service.rules, generate, self._act, most=most, top_k=top_k, before=before)
+        new, episode = await play(self.service.rules, generate, self._act, most=most, top_k=top_k, before=before)
         found = {content(episode.token_ids): replace(episode, reward=await self._reward(episode.steps))}
         self._by_ids |= found
         if is_taught:
-            self._taught.clear()  # or it would hold the whole run's, where a teacher writes anew in each epoch
-            self._taught |= found
+            self.taught.clear()  # or it would hold the whole run's, where a teacher writes anew in each epoch
+            self.taught |= found
         return new
 
     def before(self, response_ids: IntArray, position: int, token_id: int) -> Before:
@@ -75,7 +70,7 @@ class PromptEpisodes:
 
     def judged(self, response_ids: IntArray, judgement: Judgement) -> Judgement:
         """Return the environment's reward, where it is the judge, beside the verifier's verdict on the last turn."""
-        if self._service.judge == "verifier":
+        if self.service.judge == "verifier":
             return judgement
         reward = self._of(response_ids, "verifies").reward
         verdict = Verdict.UNJUDGED if judgement.verdict.is_missing else judgement.verdict
@@ -100,22 +95,22 @@ class PromptEpisodes:
         return episode
 
     async def _act(self, steps: Sequence[Step], action: Action) -> Observation:
-        return await self._stage.ask(
-            (self._prompt.ordinal,),
+        return await self.stage.ask(
+            (self.prompt.ordinal,),
             lambda environment, deadline: environment.act(
-                self._prompt.problem, steps, action, seed=self._seed, deadline=deadline
+                self.prompt.problem, steps, action, seed=self._seed, deadline=deadline
             ),
         )
 
     async def _reward(self, steps: Sequence[Step]) -> float | None:
         """Return the sum of the steps' rewards, or what the environment says of them where it is the judge."""
         given = [step.observation.reward for step in steps if step.observation.reward is not None]
-        if given or self._service.judge == "verifier":
+        if given or self.service.judge == "verifier":
             return sum(given) if given else None
-        return await self._stage.ask(
-            (self._prompt.ordinal,),
+        return await self.stage.ask(
+            (self.prompt.ordinal,),
             lambda environment, deadline: environment.reward(
-                self._prompt.problem, steps, seed=self._seed, deadline=deadline
+                self.prompt.problem, steps, seed=self._seed, deadline=deadline
             ),
             kind="reward",
         )

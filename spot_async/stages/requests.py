@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -26,43 +27,38 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class PromptRequests:
     """Makes and sends the requests of one prompt."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        settings: StagesSettings,
-        stop_token_ids: tuple[int, ...],
-        vocab_limit: int | None,
-        temperature: float | None = None,
-    ) -> None:
-        """`temperature` is that of a model with one of its own; None: that of the settings."""
-        self._prompt = prompt
-        self._settings = settings
-        self._stop_token_ids = stop_token_ids
-        self._vocab_limit = vocab_limit
-        self.temperature = temperature or settings.sampling.temperature
+    prompt: Prompt
+    settings: StagesSettings
+    stop_token_ids: tuple[int, ...]
+    vocab_limit: int | None
+    own_temperature: float | None = None  # of a model with one of its own; None: that of the settings
+
+    def __post_init__(self) -> None:
+        self.temperature = self.own_temperature or self.settings.sampling.temperature
         # All requests of a prompt begin with its tokens. Those of probes and candidates continue with its response's.
-        self._session = f"prompt-{prompt.ordinal}"
+        self._session = f"prompt-{self.prompt.ordinal}"
         # While another batch is trained, nobody waits for a single response, so those of all prompts share requests.
-        self._together = "all prompts" if settings.weights_may_change else self._session
+        self._together = "all prompts" if self.settings.weights_may_change else self._session
 
     def sampling(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         """Return how a request samples. What identifies it within the prompt decides its seed."""
-        sampling = self._settings.sampling
+        sampling = self.settings.sampling
         return SamplingSettings(
             temperature=self.temperature,
             top_p=sampling.top_p,
             max_tokens=max_tokens,
-            stop_token_ids=self._stop_token_ids,
-            seed=derive_seed(self._settings.seed, self._prompt.ordinal, *request),
-            vocab_limit=self._vocab_limit,
+            stop_token_ids=self.stop_token_ids,
+            seed=derive_seed(self.settings.seed, self.prompt.ordinal, *request),
+            vocab_limit=self.vocab_limit,
         )
 
     def longest(self, prefix_ids: IntArray, max_tokens: int | None) -> int:
         """Return how many tokens may come after a prefix of the response."""
-        room = self._settings.sampling.max_response_tokens - len(prefix_ids)
+        room = self.settings.sampling.max_response_tokens - len(prefix_ids)
         return room if max_tokens is None else min(room, max_tokens)
 
     async def continued(
@@ -76,7 +72,7 @@ class PromptRequests:
         generate: Callable[[IntArray, SamplingSettings], Awaitable[Generation]],
     ) -> Generation:
         """Sample what comes after a prefix, in `most` tokens: nothing, if the response ended or has no room."""
-        if len(prefix_ids) and int(prefix_ids[-1]) in self._stop_token_ids:
+        if len(prefix_ids) and int(prefix_ids[-1]) in self.stop_token_ids:
             return nothing("stop")
         if most <= 0:
             return nothing("length")
@@ -102,13 +98,13 @@ class PromptRequests:
         """
         session = f"{self._session}-{apart}" if apart else self._together
         return stage.ask(
-            (self._prompt.ordinal, *priority),
+            (self.prompt.ordinal, *priority),
             lambda generator, deadline: generator.generate(
                 prefix_ids, settings, top_k=top_k, session=session, deadline=deadline
             ),
             session=self._session,
             tokens=len(prefix_ids) + settings.max_tokens,
-            work=_tokens_generated,
+            work=lambda generation: len(generation.token_ids),
         )
 
     def ask(
@@ -123,7 +119,7 @@ class PromptRequests:
     ) -> Coroutine[Any, Any, T]:
         """Ask about a response behind what is read before it, so many `times` as a server counts its tokens."""
         return stage.ask(
-            (self._prompt.ordinal,),
+            (self.prompt.ordinal,),
             lambda server, deadline: score(server, ScoreRequest(read_ids, response_ids, self.temperature, deadline)),
             session=self._session,
             tokens=times * (len(read_ids) + len(response_ids)),
@@ -161,7 +157,3 @@ def nothing(finish_reason: FinishReason) -> Generation:
         finish_reason=finish_reason,
         version_spans=(),
     )
-
-
-def _tokens_generated(generation: Generation) -> int:
-    return len(generation.token_ids)

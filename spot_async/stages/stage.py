@@ -13,7 +13,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
@@ -164,6 +164,7 @@ class UpdatePause:
             self._ended.set()
 
 
+@dataclass(eq=False)
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
@@ -174,35 +175,22 @@ class Stage(Generic[S]):
     that the pauses together last a day at most.
     """
 
-    def __init__(
-        self,
-        name: str,
-        pool: ServicePool[S],
-        limits: StageLimits,
-        *,
-        jitter: Callable[[], float],
-        events: Channel | None = None,
-        pause: UpdatePause | None = None,
-    ) -> None:
-        """Make a stage without requests. Where `events` is given, it publishes its requests there.
+    name: str
+    pool: ServicePool[S]
+    limits: StageLimits
+    _: KW_ONLY
+    jitter: Callable[[], float]
+    events: Channel = field(default_factory=Channel)  # it publishes its requests there
+    pause: UpdatePause = field(default_factory=UpdatePause)  # holds its requests back on their way to a server
 
-        `pause` holds its requests back on their way to a server.
-        """
-        self.name = name
+    def __post_init__(self) -> None:
+        limits = self.limits
         self.concurrency = limits.concurrency
         self.counters = StageCounters()
         self.open: dict[OpenRequest, None] = {}  # waiting or in flight, in the order in which they were asked
-        self._pool = pool
         self._askers: defaultdict[int, int] = defaultdict(int)  # how many requests each prompt has here
-        self._limits = limits
-        self._timeout_s = limits.timeout_s
         self._attempt_timeout_s = limits.timeout_s if limits.attempt_timeout_s is None else limits.attempt_timeout_s
         self._answered_s = float("-inf")  # when it had its newest answer
-        self._retry = limits.retry
-        self._jitter = jitter
-        self._longest_standstill_s = limits.longest_standstill_s
-        self._events = events or Channel()
-        self._pause = pause or UpdatePause()
         self._slots_taken = 0
         self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
             self._take_slot, self._free_slot, capacity=limits.waiting_capacity
@@ -246,9 +234,14 @@ class Stage(Generic[S]):
         Raise the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline. Raise
         `ContractError` for one request more than a prompt may have at the same time.
         """
-        self._check_count(priority[0])
+        most = self.limits.requests_per_prompt
+        if most is not None and self._askers.get(priority[0], 0) >= most:
+            raise ContractError(
+                f"the policy asks {self.name} for {most + 1} answers of a prompt at once, and its needs state {most}: "
+                f"set PolicyNeeds.{self.limits.stated_by} to what it asks for, or see that each request ends"
+            )
         asked_s = asyncio.get_running_loop().time()
-        self._events.publish(RequestAsked(asked_s))
+        self.events.publish(RequestAsked(asked_s))
         pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
         self.open[pending] = None
         self._askers[priority[0]] += 1
@@ -263,14 +256,6 @@ class Stage(Generic[S]):
             self.counters.work += pending.work
         return result
 
-    def _check_count(self, prompt: int) -> None:
-        most = self._limits.requests_per_prompt
-        if most is not None and self._askers.get(prompt, 0) >= most:
-            raise ContractError(
-                f"the policy asks {self.name} for {most + 1} answers of a prompt at once, and its needs state {most}: "
-                f"set PolicyNeeds.{self._limits.stated_by} to what it asks for, or see that each request ends"
-            )
-
     def _close(self, pending: OpenRequest) -> None:
         prompt = pending.priority[0]
         del self.open[pending]
@@ -282,7 +267,7 @@ class Stage(Generic[S]):
         """Note how a request ended that had a slot, and free the slot."""
         ended_s = asyncio.get_running_loop().time()
         started_s = ended_s if pending.started_s is None else pending.started_s
-        self._events.publish(
+        self.events.publish(
             RequestEnded(
                 self.name,
                 pending.priority,
@@ -335,9 +320,9 @@ class Stage(Generic[S]):
                 due_s = pending.attempt_deadline if pending.stopped_s is None else None
                 try:
                     async with asyncio.timeout_at(due_s) as pending.timer:
-                        result = await request(service, pending.attempt_deadline + self._longest_standstill_s)
+                        result = await request(service, pending.attempt_deadline + self.limits.longest_standstill_s)
                 except TimeoutError:
-                    given_s = self._timeout_s if pending.has_last_attempt else self._attempt_timeout_s
+                    given_s = self.limits.timeout_s if pending.has_last_attempt else self._attempt_timeout_s
                     raise DeadlineExceededError(f"{self.name}: no answer within {given_s:g} s") from None
                 finally:
                     pending.timer = None
@@ -345,7 +330,7 @@ class Stage(Generic[S]):
                     pending.work = work(result)
                 return result
         finally:
-            self._pause.leave()
+            self.pause.leave()
 
     def _note_lease(self, pending: OpenRequest, replica: str, asked_s: float) -> None:
         """Note the server of an attempt. The deadline counts from the first lease; later waiting extends it."""
@@ -354,7 +339,7 @@ class Stage(Generic[S]):
         pending.replica, pending.sent_s = replica, granted_s
         if pending.started_s is None:
             pending.started_s = granted_s
-            pending.deadline = granted_s + self._timeout_s
+            pending.deadline = granted_s + self.limits.timeout_s
             self.counters.waited_s += granted_s - pending.asked_s
         else:
             pending.deadline += granted_s - asked_s
@@ -367,7 +352,7 @@ class Stage(Generic[S]):
 
     def _publish_failure(self, failed: AttemptFailed) -> None:
         self.counters.count_failure(failed)
-        self._events.publish(failed)
+        self.events.publish(failed)
 
     def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
@@ -393,7 +378,7 @@ class Stage(Generic[S]):
         attempts = sum(pending.failures.values())
         error.stage, error.attempts = self.name, attempts
         error.others_answered = pending.started_s is not None and self._answered_s > pending.started_s
-        delay_s = self._retry.delay_s(error, count, self._jitter(), has_time=not pending.has_last_attempt)
+        delay_s = self.limits.retry.delay_s(error, count, self.jitter(), has_time=not pending.has_last_attempt)
         if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
             pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
             pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
@@ -410,17 +395,17 @@ class Stage(Generic[S]):
     async def _inside(self, pending: OpenRequest) -> Lease[S]:
         """Wait until there is no pause, and return a lease."""
         while True:
-            await self._pause.enter()
+            await self.pause.enter()
             try:
-                lease = await self._pool.lease(pending)
+                lease = await self.pool.lease(pending)
             except BaseException:
-                self._pause.leave()
+                self.pause.leave()
                 raise
-            if not self._pause.is_on:
+            if not self.pause.is_on:
                 return lease
             # It began while this request waited for a lease. Whoever began it must not wait for this one too.
             lease.give_back()
-            self._pause.leave()
+            self.pause.leave()
 
     def _take_slot(self, pending: OpenRequest) -> Literal[True] | None:
         if self._slots_taken >= self.concurrency:

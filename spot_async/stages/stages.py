@@ -98,7 +98,9 @@ class Stages:
                 stated_by=STATED_BY[kind],
                 longest_standstill_s=standstill_s if pause is not None else 0.0,
             )
-            return Stage(name, pool_of(service), stage_limits, jitter=jitter, events=self.events, pause=pause)
+            return Stage(
+                name, pool_of(service), stage_limits, jitter=jitter, events=self.events, pause=pause or UpdatePause()
+            )
 
         def teacher(name: str, service: TeacherService) -> TeacherStages:
             server: Any = service.server
@@ -248,7 +250,7 @@ class BoundStages:
         return response if np.array_equal(read_ids, own_ids) else foreign(response)
 
     def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
-        return self._teacher(teacher).prompt(*turns)
+        return self._teacher(teacher).render(*turns)
 
     async def teacher_response(
         self,

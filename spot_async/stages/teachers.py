@@ -64,27 +64,20 @@ class TeacherStages:
     response: Stage[Any]
 
 
+@dataclass(eq=False)
 class BoundTeacher:
     """One teacher as one prompt's coroutine sees it. `protocols.PromptStages` says what the methods return."""
 
-    def __init__(
-        self,
-        teacher: TeacherStages,
-        prompt: Prompt,
-        requests: PromptRequests,
-        note_read: Callable[[IntArray, IntArray], None],
-    ) -> None:
-        """`note_read` is told what the teacher reads before a response."""
-        self._teacher = teacher
-        self._prompt = prompt
-        self._requests = requests
-        self._note_read = note_read
+    teacher: TeacherStages
+    prompt: Prompt
+    requests: PromptRequests
+    note_read: Callable[[IntArray, IntArray], None]  # is told what the teacher reads before a response
 
-    def prompt(self, *turns: ChatTurn | str) -> IntArray:
-        if (render := self._teacher.service.render_turns) is None:
+    def render(self, *turns: ChatTurn | str) -> IntArray:
+        if (render := self.teacher.service.render_turns) is None:
             raise ContractError("the policy makes a prompt for the teacher, and these services have no render_turns")
         chat = [ChatTurn(role="user", content=turn) if isinstance(turn, str) else turn for turn in turns]
-        return render(chat, self._prompt.problem.tools)
+        return render(chat, self.prompt.problem.tools)
 
     async def response(
         self,
@@ -97,7 +90,7 @@ class BoundTeacher:
         apart: str = "",
     ) -> Generation:
         """`apart` is as in `PromptRequests.generate`."""
-        teacher, reader, prefix = self._teacher, self._teacher.reader, np.asarray(prefix_ids, np.int32)
+        teacher, reader, prefix = self.teacher, self.teacher.reader, np.asarray(prefix_ids, np.int32)
         named = (teacher.name,) if teacher.name else ()
         request = ("teacher response", *named, *identity(n, prompt_ids, prefix))
         read_ids = self._read(prompt_ids)
@@ -108,14 +101,14 @@ class BoundTeacher:
             # Without the seed: runs that differ in it share what a teacher wrote.
             ends = np.array(settings.stop_token_ids, np.int32)
             asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
-            ask = partial(self._requests.generate, stage, context_ids, settings, apart=apart)
+            ask = partial(self.requests.generate, stage, context_ids, settings, apart=apart)
             return self._kept(Generation, asked, ask)
 
-        room, own_prefix = self._requests.longest(prefix, max_tokens), reader.prefix(prefix)
+        room, own_prefix = self.requests.longest(prefix, max_tokens), reader.prefix(prefix)
         most = reader.most_for_one * room
         if teacher.capabilities is not None:  # in its context the student's room has place, and maybe no more
             most = min(most, max(room, teacher.capabilities.max_context_tokens - len(read_ids) - len(own_prefix)))
-        response = await self._requests.continued(
+        response = await self.requests.continued(
             request,
             read_ids,
             own_prefix,
@@ -124,11 +117,11 @@ class BoundTeacher:
             generate=generate,
         )
         response = first_tokens(reader.written(response, is_start=not len(prefix)), room)
-        self._note_read(read_ids, np.concatenate([prefix, response.token_ids]))
+        self.note_read(read_ids, np.concatenate([prefix, response.token_ids]))
         return response
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
-        read_ids, offered, reader = self._read(prompt_ids), self._teacher.capabilities, self._teacher.reader
+        read_ids, offered, reader = self._read(prompt_ids), self.teacher.capabilities, self.teacher.reader
         most = None if offered is None else offered.max_context_tokens - len(read_ids)
         reading = reader.read(response_ids, most)
         if len(response_ids) and not len(reading.ids):  # nothing of it is text that the teacher could read
@@ -139,7 +132,7 @@ class BoundTeacher:
         widest = offered.max_top_k if offered is not None else None
         if (wider := reader.wider(said, top_k, widest)) is not None:
             said = await self._scored(read_ids, reading, top_k=wider)
-        self._note_read(read_ids, response_ids)
+        self.note_read(read_ids, response_ids)
         if said.topk_ids.size > LARGE_SCORES:
             return await asyncio.to_thread(reader.scores, said, reading, top_k)
         return reader.scores(said, reading, top_k)
@@ -148,7 +141,7 @@ class BoundTeacher:
         scored_ids, added_ids = reading.ids, reading.added_ids
 
         async def score(scorer: Any, request: ScoreRequest) -> TokenScores:
-            ask = scorer.score_base if self._teacher.is_base else scorer.score
+            ask = scorer.score_base if self.teacher.is_base else scorer.score
             scores: TokenScores = await ask(request, top_k=top_k)
             if not len(added_ids):
                 return scores
@@ -164,20 +157,20 @@ class BoundTeacher:
         scores = await self._kept(
             TokenScores,
             (read_ids, scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
-            lambda: self._requests.ask(stage, read_ids, scored_ids, score),
+            lambda: self.requests.ask(stage, read_ids, scored_ids, score),
         )
-        version = scores.version if self._teacher.follows else None
+        version = scores.version if self.teacher.follows else None
         return msgspec.structs.replace(scores, version=version)
 
     async def score_at(
         self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
     ) -> ScoredPositions:
-        read_ids, reader, stage = self._read(prompt_ids), self._teacher.reader, self._scoring()
+        read_ids, reader, stage = self._read(prompt_ids), self.teacher.reader, self._scoring()
         scored_ids = reader.read(response_ids).ids
         rows = await self._kept(
             ScoredPositions,
             (read_ids, scored_ids, top_k, positions),
-            lambda: self._requests.ask(
+            lambda: self.requests.ask(
                 stage,
                 read_ids,
                 scored_ids,
@@ -186,7 +179,7 @@ class BoundTeacher:
                 kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
-        self._note_read(read_ids, response_ids)
+        self.note_read(read_ids, response_ids)
         return reader.positions(rows)
 
     async def candidates(
@@ -197,7 +190,7 @@ class BoundTeacher:
         *,
         prompt_ids: IntArray | None = None,
     ) -> FloatArray:
-        teacher, reader = self._teacher, self._teacher.reader
+        teacher, reader = self.teacher, self.teacher.reader
         scored_ids, asked_ids = reader.read(response_ids).ids, reader.candidates(candidate_ids)
         read_ids = self._read(prompt_ids)
         chooser = teacher.service.server if teacher.needs.teacher_candidates else None
@@ -213,30 +206,30 @@ class BoundTeacher:
         answer = await self._kept(
             TeacherCandidates,
             (read_ids, scored_ids, positions, asked_ids),
-            lambda: self._requests.ask(stage, read_ids, scored_ids, choose, kind="teacher_candidates"),
+            lambda: self.requests.ask(stage, read_ids, scored_ids, choose, kind="teacher_candidates"),
         )
-        self._note_read(read_ids, response_ids)
+        self.note_read(read_ids, response_ids)
         return answer.logprobs
 
     def _scoring(self) -> Stage[Scorer]:
-        return given(self._teacher.score, self._teacher.service.server, "teacher_top_k")
+        return given(self.teacher.score, self.teacher.service.server, "teacher_top_k")
 
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | float | None, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
         """Return the teacher's answer. Where the cache has it, this takes no turn and sends no request."""
-        kept, prompt = self._teacher.service.kept_scores, self._prompt
+        kept, prompt = self.teacher.service.kept_scores, self.prompt
         if kept is None:
             return await ask()
-        key = (*asked, self._requests.temperature)
+        key = (*asked, self.requests.temperature)
         return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     def _read(self, prompt_ids: IntArray | None = None) -> IntArray:
         """Return what the teacher reads before a response: the ids that a policy gives, or the prompt's."""
-        own_ids, stated = self._prompt.read_by(self._teacher.name), self._teacher.needs.teacher_prompt_tokens
+        own_ids, stated = self.prompt.read_by(self.teacher.name), self.teacher.needs.teacher_prompt_tokens
         if prompt_ids is None:
             return own_ids
-        if len(prompt_ids) > max(stated, len(self._prompt.token_ids), len(own_ids)):
+        if len(prompt_ids) > max(stated, len(self.prompt.token_ids), len(own_ids)):
             raise (PermanentError if stated else ContractError)(
                 f"a teacher's prompt has {len(prompt_ids)} tokens, and PolicyNeeds.teacher_prompt_tokens states "
                 f"{stated}: write it shorter, or state more"

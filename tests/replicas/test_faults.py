@@ -135,7 +135,7 @@ def test_a_frozen_server_is_noticed_before_its_requests_have_used_up_their_attem
                 asked = [stage.ask((i,), lambda each, deadline: each._work(1, None)) for i in range(3)]
                 await gather(asked)
 
-        async with stage._pool as pool:
+        async with stage.pool as pool:
             await watched(work(), [pool.watch])
         return server.starts
 
@@ -164,7 +164,7 @@ def test_a_request_whose_connection_breaks_each_time_does_not_restart_a_server_t
                 starts.append(server.starts)
 
         starts = []
-        async with stage._pool as pool:
+        async with stage.pool as pool:
             await watched(work(), [pool.watch])
         return starts
 

@@ -88,7 +88,7 @@ def asking(request, **more):
             StageLimits(concurrency=1, timeout_s=10.0, retry=RetryPolicy(3), waiting_capacity=9, **more),
             jitter=lambda: 1.0,
         )
-        stage._events.subscribe(kept)
+        stage.events.subscribe(kept)
         with contextlib.suppress(RequestError):
             await stage.ask((0,), request)
         return stage
@@ -141,7 +141,7 @@ def test_a_verdict_that_is_missing_is_a_failed_attempt():
             StageLimits(concurrency=1, timeout_s=9.0, retry=RetryPolicy(3), waiting_capacity=9),
             jitter=lambda: 0.0,
         )
-        stage._events.subscribe(kept)
+        stage.events.subscribe(kept)
         return await ask_judgement(stage, (0,), Problem(id="p", text="1 + 0", answer="1"), "1")
 
     assert run_on_virtual_time(scenario()).verdict is Verdict.ERROR
