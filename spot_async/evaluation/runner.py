@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -87,41 +87,32 @@ async def evaluate(
     return collected(benchmarks, judged, config.pass_k)
 
 
+@dataclass(eq=False)
 class ResponseSampler:
     """Samples a response and has it judged. `stages` are the stages that it asks."""
 
-    def __init__(
-        self,
-        benchmarks: Sequence[Benchmark],
-        config: EvaluationConfig,
-        *,
-        generator: Generator | ServicePool[Generator] | None,
-        verifiers: Mapping[str, Verifier],
-        vocabulary: Vocabulary | None,
-        environments: Mapping[str, EnvironmentService] | None = None,
-        events: Channel | None = None,
-    ) -> None:
-        """Make a sampler that has asked nothing. Its requests are published on `events`.
+    benchmarks: Sequence[Benchmark]
+    config: EvaluationConfig
+    _: KW_ONLY
+    generator: Generator | ServicePool[Generator] | None  # without it and the vocabulary it only judges
+    verifiers: Mapping[str, Verifier]  # by benchmark; responses to one without are not judged
+    vocabulary: Vocabulary | None
+    # By benchmark. Responses to one without an environment are one turn.
+    environments: Mapping[str, EnvironmentService] = field(default_factory=dict)
+    events: Channel = field(default_factory=Channel)  # its requests are published there
 
-        `verifiers` and `environments` are by benchmark. Responses to a benchmark without a verifier are not judged, and
-        without an environment they are one turn. Without generator and vocabulary it only judges.
-        """
-        self.benchmarks = benchmarks
-        self.config = config
-        self._events = events
-        self._vocabulary = vocabulary
-        self._generation: Stage[Any] = self._stage("evaluation", generator)
+    def __post_init__(self) -> None:
+        self._generation: Stage[Any] = self._stage("evaluation", self.generator)
         # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
-        by_verifier = {id(each): self._stage("evaluation verify", each) for each in verifiers.values()}
-        self._verification = {name: by_verifier[id(verifier)] for name, verifier in verifiers.items()}
+        by_verifier = {id(each): self._stage("evaluation verify", each) for each in self.verifiers.values()}
+        self._verification = {name: by_verifier[id(verifier)] for name, verifier in self.verifiers.items()}
         self._math_verify: dict[str, Stage[Verifier]] = {
             name: self._stage("evaluation verify", verifier.plain)
-            for name, verifier in verifiers.items()
+            for name, verifier in self.verifiers.items()
             if isinstance(verifier, MathMatch)
         }
         self._environments = {
-            name: (each, self._stage("evaluation environment", each.server))
-            for name, each in (environments or {}).items()
+            name: (each, self._stage("evaluation environment", each.server)) for name, each in self.environments.items()
         }
         playing = (stage for _, stage in self._environments.values())
         self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values(), *playing)
@@ -134,11 +125,11 @@ class ResponseSampler:
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             waiting_capacity=1,
         )
-        return Stage(name, pool_of(service), limits, jitter=lambda: 0.5, events=self._events)
+        return Stage(name, pool_of(service), limits, jitter=lambda: 0.5, events=self.events)
 
     async def sample(self, job: Job) -> JudgedResponse:
         """Return the judged response of one job."""
-        assert self._vocabulary is not None
+        assert self.vocabulary is not None
         b, j, i = job
         benchmark = self.benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
@@ -147,7 +138,7 @@ class ResponseSampler:
             top_p=self.config.top_p,
             further=self.config.further,
             max_tokens=benchmark.max_response_tokens,
-            stop_token_ids=self._vocabulary.end_token_ids,
+            stop_token_ids=self.vocabulary.end_token_ids,
             seed=derive_seed(self.config.seed, j, i),
             vocab_limit=benchmark.vocab_limit,
         )
@@ -168,7 +159,7 @@ class ResponseSampler:
                 verdict=None,
                 tokens=tokens,
                 finish_reason=finish_reason,
-                response=self._cut(self._vocabulary.decode(token_ids)),
+                response=self._cut(self.vocabulary.decode(token_ids)),
                 turns=turns,
                 problem=problem.shown,
                 gold=problem.answer,
@@ -197,7 +188,7 @@ class ResponseSampler:
         self, job: Job, prompt_ids: IntArray, sampling: SamplingSettings
     ) -> tuple[IntArray, FinishReason]:
         """Return a response's tokens, those included that end its thinking, and what ended it."""
-        assert self._vocabulary is not None
+        assert self.vocabulary is not None
         most = self.config.thinking_tokens
         if most is None:
             whole = await self._generate(job, prompt_ids, sampling)
@@ -205,8 +196,8 @@ class ResponseSampler:
         begun = await self._generate(job, prompt_ids, msgspec.structs.replace(sampling, max_tokens=most))
         if begun.finish_reason != "length":
             return begun.token_ids, begun.finish_reason
-        is_over = THINKING_END in self._vocabulary.whole_text(begun.token_ids)
-        end = self._vocabulary.encode("" if is_over else f"\n{THINKING_END}\n\n")
+        is_over = THINKING_END in self.vocabulary.whole_text(begun.token_ids)
+        end = self.vocabulary.encode("" if is_over else f"\n{THINKING_END}\n\n")
         read = np.concatenate([begun.token_ids, end])[: sampling.max_tokens]
         if not (left := sampling.max_tokens - len(read)):
             return read, "length"
