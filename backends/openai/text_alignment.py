@@ -131,16 +131,12 @@ def _faithful_bytes(sent: SentText, spans: Spans, server_ids: Sequence[int], tex
     wrong = [start for start, token_id in meant.items() if read.get(start) != token_id]
     wrong += [start for start, token_id in read_special.items() if meant.get(start) != token_id]
     # Between placed parts the server may have read a special token where we meant plain text.
-    unplaced = _unplaced(sent.content, spans)
-    wrong += [start for start, end in unplaced if any(text in sent.content[start:end] for text in texts.special_texts)]
-    return min(wrong, default=len(sent.content))
-
-
-def _unplaced(content: bytes, spans: Spans) -> list[tuple[int, int]]:
     placed = sorted((int(start), int(end)) for start, end in spans if start >= 0)
     starts = [0, *(end for _, end in placed)]
-    ends = [*(start for start, _ in placed), len(content)]
-    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+    ends = [*(start for start, _ in placed), len(sent.content)]
+    unplaced = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+    wrong += [start for start, end in unplaced if any(text in sent.content[start:end] for text in texts.special_texts)]
+    return min(wrong, default=len(sent.content))
 
 
 def _bytes_of(token_id: int, texts: TokenTexts) -> bytes | None:

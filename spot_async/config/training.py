@@ -185,9 +185,11 @@ class TrainingConfig(Section):
 
     def _check(self) -> None:
         if self.batch_size % self.mini_batch_size:
+            divisors = [number for number in range(1, self.batch_size + 1) if self.batch_size % number == 0]
+            nearest = min(divisors, key=lambda number: abs(number - self.mini_batch_size))  # on a tie the smaller one
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
-                f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
+                f"the nearest that does is {nearest}"
             )
         if self.offload == "all" and self.sharding != "fsdp2":
             raise ValueError(
@@ -247,12 +249,6 @@ class TrainingConfig(Section):
         if max_staleness and behavior == "recomputed" and self.importance_cap is None:
             changes["importance_cap"] = IMPORTANCE_CAP
         return self.model_copy(update=changes)
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of `number` closest to `wanted`, the smaller one on a tie."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
 class ClusterConfig(Section):

@@ -59,7 +59,8 @@ _WRAPPINGS = tuple(
 def as_boxed(answer: str) -> str:
     """Return an answer as a response would box it: without wrapping, HTML and characters that models do not write."""
     single = answer.replace("\\\\", "\\") if DOUBLED.search(answer) else answer
-    text = _plain(html.unescape(_TAG.sub("", _SCRIPT.sub(_script, single))))
+    scripts = _SCRIPT.sub(lambda match: f"{'^' if match[1].lower() == 'sup' else '_'}{{{match[2]}}}", single)
+    text = _plain(html.unescape(_TAG.sub("", scripts)))
     for _ in range(5):  # one may stand within another
         bare = text.strip()
         if (found := next(filter(None, (each.fullmatch(bare) for each in _WRAPPINGS)), None)) is not None:
@@ -72,10 +73,6 @@ def as_boxed(answer: str) -> str:
             break
         text = bare
     return text
-
-
-def _script(match: re.Match[str]) -> str:
-    return f"{'^' if match[1].lower() == 'sup' else '_'}{{{match[2]}}}"
 
 
 def _plain(text: str) -> str:

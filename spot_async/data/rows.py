@@ -272,19 +272,15 @@ def read_hub(path: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
             raise DataError(f"{setting(key, 'split')}: required for {name}, one of: {', '.join(map(str, found))}")
         (found,) = found.values()
     if datasets.config.HF_HUB_OFFLINE and revision:
-        _require_revision(found.cache_files, revision, name, key)
+        # Offline, the library takes the newest in its cache regardless. Its folders are named after commits.
+        cached = {Path(file["filename"]).parent.name for file in found.cache_files}
+        if cached != {revision}:
+            raise DataError(
+                f"{setting(key, 'path')}: {revision} of {name} is not the newest copy in the cache, which is of "
+                f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
+            )
     for columns in found:
         yield dict(columns)
-
-
-def _require_revision(cache_files: list[dict[str, Any]], revision: str, name: str, key: str) -> None:
-    """Raise DataError if another revision was loaded. Offline, the library takes the newest in its cache regardless."""
-    cached = {Path(file["filename"]).parent.name for file in cache_files}  # folders are named after commits
-    if cached != {revision}:
-        raise DataError(
-            f"{setting(key, 'path')}: {revision} of {name} is not the newest copy in the cache, which is of "
-            f"{', '.join(sorted(cached)) or 'no commit'}; name that commit, or unset HF_HUB_OFFLINE"
-        )
 
 
 def _require_answer(name: str, key: str) -> None:

@@ -74,7 +74,11 @@ class Retokenizer:
         What is to be read `as_it_stands` has that chunk too. `without` these bytes, if the text begins with them.
         """
         ended = len(ids) > 0 and int(ids[-1]) in self._ends
-        pieces = self._pieces(ids[: len(ids) - ended])
+        read = ids[: len(ids) - ended]
+        special = ~self._is_text[read]
+        # Runs of text, and each special token by itself.
+        cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
+        pieces = [piece for piece in np.split(read, cuts) if len(piece)]
         parts: list[Reading] = []
         for number, piece in enumerate(pieces, 1):
             token_id, dropped = int(piece[0]), without if number == 1 else b""
@@ -102,12 +106,6 @@ class Retokenizer:
             their_starts=_joined(part.their_starts for part in parts),
             added_ids=NOTHING,
         )
-
-    def _pieces(self, ids: IntArray) -> list[IntArray]:
-        """Return the ids in runs of text, and each special token by itself."""
-        special = ~self._is_text[ids]
-        cuts = np.flatnonzero(special[1:] | special[:-1]) + 1
-        return [piece for piece in np.split(ids, cuts) if len(piece)]
 
     def _read_text(self, ids: IntArray, dropped: bytes, *, breaks_off: bool, as_it_stands: bool) -> Reading:
         contents = self._source.contents(ids.tolist())
