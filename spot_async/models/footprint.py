@@ -52,10 +52,6 @@ class Parameters:
         adapter = 0 if lora is None else lora.rank * sum(map(sum, adapted_weights(shapes, lora).values()))
         return cls(sum(map(math.prod, shapes.values())), adapter)
 
-    @classmethod
-    def by_size(cls, size: ModelSize, lora: LoraConfig | None) -> Parameters:
-        return cls(size.parameters, size.layers * size.adapter_parameters(lora))
-
     def checkpoint_bytes(self, copies: int = 0) -> int:
         """Return what a checkpoint takes: weights and moments of what is trained, and `copies` of that."""
         of_each = STATE_BYTES["weights"] + STATE_BYTES["optimiser"] + COPY_BYTES * copies
@@ -187,15 +183,10 @@ class ServerOnDevice:
         """How many tokens' keys and values it holds at once."""
         return max(0.0, self.cache_gib * GIB / self.token_bytes)
 
-    @property
-    def asleep_gib(self) -> float:
-        """What it takes while the trainer trains."""
-        return ASLEEP_GIB if self.sleeps else self.gib
-
 
 def taken_together_gib(servers: Sequence[ServerOnDevice], *, training: bool = False) -> float:
     """Return what servers take of their device at once. Of those that share its time one is awake."""
-    taken = [(each.asleep_gib if training else each.gib, each.shares_time) for each in servers]
+    taken = [(ASLEEP_GIB if training and each.sleeps else each.gib, each.shares_time) for each in servers]
     awake_gib = max((gib - ASLEEP_GIB for gib, shares_time in taken if shares_time), default=0.0)
     return sum(ASLEEP_GIB if shares_time else gib for gib, shares_time in taken) + awake_gib
 

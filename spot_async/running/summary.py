@@ -87,6 +87,7 @@ class RunResults:
 def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
     """Return the contents of `summary.json`."""
     masked = masked_share(RunFiles(outcome.directory).metrics())
+    best = outcome.best
     return {
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
@@ -99,18 +100,12 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "before": evaluation_summary(outcome.before),
         "after": evaluation_summary(outcome.after),
         "change": change_summary(outcome.before, outcome.after),
-        "best": best_summary(outcome.best),
+        "best": best and asdict(best) | {"criterion": "avg", "optimistic": "picked by the problems it is measured on"},
         **({} if masked is None else {"masked": masked}),
         **outcome.spending,
         **({"trainer_restarts": outcome.trainer_restarts} if outcome.trainer_restarts else {}),
         **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
     }
-
-
-def best_summary(best: BestCheckpoint | None) -> dict[str, Any] | None:
-    if best is None:
-        return None
-    return asdict(best) | {"criterion": "avg", "optimistic": "picked by the problems it is measured on"}
 
 
 def change_summary(

@@ -249,7 +249,8 @@ def requirements(
     memory = machine_memory(config, plan, nodes=nodes)
     parameters = plan.parameters
     if parameters is None and memory is not None:
-        parameters = Parameters.by_size(memory.student, config.training.lora)
+        size = memory.student
+        parameters = Parameters(size.parameters, size.layers * size.adapter_parameters(config.training.lora))
     free = free_bytes(directory)
     at_most = sizes(config, plan, parameters, float(longest))
     warnings = [] if memory is None else memory.misfits()

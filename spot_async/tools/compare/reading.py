@@ -96,7 +96,12 @@ def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedB
     twice = sorted({run.name for run in runs if [each.name for each in runs].count(run.name) > 1})
     if twice:
         raise DataError(f"{twice[0]} is given twice: name one of them otherwise, NAME=RUN")
-    wanted = list(dict.fromkeys(names)) or macro_names(runs[0])
+    wanted = list(dict.fromkeys(names))
+    macro = runs[0].figures.macro
+    if not wanted:
+        if macro is None or not macro.benchmarks:
+            raise DataError(f"{runs[0].name}: nothing in {runs[0].path} was judged, so there is nothing to compare")
+        wanted = macro.benchmarks
     benchmarks = [_paired(name, [(run.name, _benchmark(run, name)) for run in runs]) for name in wanted]
     uneven = next((each for each in benchmarks if each.samples != benchmarks[0].samples), None)
     if uneven is not None:
@@ -105,12 +110,6 @@ def paired(runs: Sequence[Evaluated], names: Sequence[str] = ()) -> list[PairedB
             "one table has one number of responses; choose with --benchmark"
         )
     return benchmarks
-
-
-def macro_names(run: Evaluated) -> list[str]:
-    if run.figures.macro is None or not run.figures.macro.benchmarks:
-        raise DataError(f"{run.name}: nothing in {run.path} was judged, so there is nothing to compare")
-    return run.figures.macro.benchmarks
 
 
 def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[str]:
