@@ -74,7 +74,7 @@ class Orchestrator:
     stages: Stages
     trainer: Trainer
     student: LiveStudent
-    records: Records  # where an earlier part of the run has some, trainer and the student's servers hold its weights
+    records: Records  # those of an earlier part too, whose weights trainer and servers hold then
 
     def __post_init__(self) -> None:
         self.state = OrchestratorState()

@@ -114,7 +114,7 @@ class WeightPublisher:
     _: KW_ONLY
     timeout_s: float  # for one update
     drains: bool  # no request is under way at the student during one
-    served: WeightVersion  # an evaluation that was due is made: prompts may be admitted; at first what servers hold
+    served: WeightVersion  # what prompts may be sampled by: servers hold it, and its evaluation is made if one was due
     changed: asyncio.Event  # set whenever other weights are confirmed or served
 
     def __post_init__(self) -> None:

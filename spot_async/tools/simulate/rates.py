@@ -125,7 +125,7 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
         lacking.append("student.tokens_per_s_each")
     lacking += ["trainer.tokens_per_s"] if rates.trainer.tokens_per_s is None else []
     lacking += ["lengths.median"] if rates.lengths.median is None and not knows_lengths else []
-    played = [each for key, each in config.environments.items() if key in config.data.sets]
+    played = config.environments.values()
     environment = (rates.environment or EnvironmentRates()) if played else None
     if environment is not None:
         workers = sum({each.model_dump_json(): each.workers for each in played}.values())  # equal ones share them
