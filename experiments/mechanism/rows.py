@@ -14,6 +14,7 @@ BATCH = 64
 FIRST_SEED = 100
 ALL_SEEDS, FEW_SEEDS = 8, 3  # of rows that a hypothesis names, and of the others
 PILOT_SEEDS = (0, 1)
+PART_FIVE_SEEDS = range(300, 300 + ALL_SEEDS)
 
 OPD: Mapping[str, object] = {"policy.kind": "opd"}
 KD: Mapping[str, object] = {"policy.kind": "kd", "training.loss_aggregation": "token_mean"}
@@ -183,6 +184,34 @@ def pilot_rows(beta: float) -> tuple[Row, ...]:
     )
 
 
+# What the pilot's rule chose, with `baseline` and for the paper's loss.
+CHOSEN, PAPERS_BEST = BranchLoss(0.8, 4.0, 1), BranchLoss(0.0, 4.0, 1)
+
+
+CLAIMED = {"choice": ("random", "shuffled"), "running-sum": ("random",)}  # controls that a claim names
+
+
+def prior_rows(setting: str, beta: float) -> tuple[Row, ...]:
+    """Return the rows of part five, for a setting's beta."""
+
+    def row(loss: BranchLoss, name: str, **keys: object) -> Row:
+        return spot(name, **{"baseline": loss.alpha, "gamma": loss.gamma, "beta": loss.times * beta, **keys})
+
+    controls = {
+        "random": row(CHOSEN, "alpha*, random", selection="random"),
+        "entropy": row(CHOSEN, "alpha*, entropy", selection="entropy"),
+        "shuffled": row(CHOSEN, "alpha*, shuffled", shuffle_outcomes=True),
+    }
+    return (
+        *tested(
+            OPD_ROW, row(PAPERS_BEST, "alpha 0"), row(CHOSEN, "alpha*"), row(CHOSEN._replace(alpha=1.0), "alpha 1")
+        ),
+        *tested(*(controls.pop(name) for name in CLAIMED.get(setting, ()))),
+        *controls.values(),
+        replace(GRPO_ROW, keys={**GRPO, "prompt.teacher": None}),
+    )
+
+
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
 WIDE = f"{RELAY}/data/heldout-wide.jsonl"
 PART_TWO = (
@@ -210,14 +239,9 @@ PART_THREE = tuple(
         ("self", SELF, rule_rows()),
     )
 )
-PILOT = tuple(
-    replace(setting, name=f"pilot-{name}", rows=pilot_rows(beta), wide="")
-    for name, setting, beta in (
-        ("choice", CHOICE, 1.0),
-        ("knowledge", KNOWLEDGE, 1.0),
-        ("running-sum", RUNNING_SUM, 1.4),
-        ("self", SELF, 1.0),
-    )
-)
-PARTS = {"two": PART_TWO, "three": PART_THREE, "pilot": PILOT}
+BETAS = (("choice", CHOICE, 1.0), ("knowledge", KNOWLEDGE, 1.0), ("running-sum", RUNNING_SUM, 1.4), ("self", SELF, 1.0))
+PILOT = tuple(replace(setting, name=f"pilot-{name}", rows=pilot_rows(beta), wide="") for name, setting, beta in BETAS)
+PART_FIVE = tuple(replace(setting, name=f"prior-{name}", rows=prior_rows(name, beta)) for name, setting, beta in BETAS)
+PARTS = {"two": PART_TWO, "three": PART_THREE, "pilot": PILOT, "five": PART_FIVE}
+PART_SEEDS = {"pilot": PILOT_SEEDS, "five": PART_FIVE_SEEDS}  # the others have 100 to 107
 SETTINGS = {setting.name: setting for part in PARTS.values() for setting in part}

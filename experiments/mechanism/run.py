@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pilot import write_pilot
-from rows import ALL_SEEDS, FIRST_SEED, PARTS, PILOT_SEEDS, ROOT, SETTINGS, Row, Setting
+from rows import ALL_SEEDS, FIRST_SEED, PART_SEEDS, PARTS, ROOT, SETTINGS, Row, Setting
 from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="two", help="of README.md: whose settings")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="these settings only")
     parser.add_argument("--rows", nargs="+", help="these rows only")
-    parser.add_argument("--seeds", type=int, nargs="+", help="in place of 100 to 107, or 0 and 1 of the pilot")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of those of the part")
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time")
     parser.add_argument("--keep", action="store_true", help="keep the runs' directories: 30 MB each")
     parser.add_argument("--tables", action="store_true", help="run nothing")
@@ -175,8 +175,7 @@ def main() -> None:
     given = parser.parse_args()
     directory = given.directory.resolve()
     settings = [SETTINGS[name] for name in given.settings] if given.settings else PARTS[given.part]
-    planned = PILOT_SEEDS if given.part == "pilot" else range(FIRST_SEED, FIRST_SEED + ALL_SEEDS)
-    seeds = given.seeds or list(planned)
+    seeds = given.seeds or list(PART_SEEDS.get(given.part, range(FIRST_SEED, FIRST_SEED + ALL_SEEDS)))
     # Seed by seed, so that a stop leaves all rows with the same seeds, and paired.
     jobs = [
         Job(setting, row, seed)

@@ -29,13 +29,14 @@ Record = Mapping[str, Any]
 
 
 class Hypothesis(NamedTuple):
-    """Row `more` ends above row `less`."""
+    """Row `more` ends above row `less`, or at most `margin` points below it."""
 
     name: str
     setting: str
     metric: str
     more: str
     less: str
+    margin: float = 0.0
 
 
 # Registered in README.md.
@@ -60,6 +61,18 @@ HYPOTHESES = (
     Hypothesis("W4a", "where-self", "Avg@8", OPD, "score"),
     Hypothesis("W4b", "where-self", "Avg@8", "random", "score"),
     Hypothesis("W4c", "where-self", "Avg@8", "score, not the answer", "score"),
+    *(
+        Hypothesis(f"B{number}", f"prior-{setting}", "Avg@8", "alpha*", "alpha 0")
+        for number, setting in enumerate(("choice", "knowledge", "running-sum", "self"), 1)
+    ),
+    *(
+        Hypothesis(name + letter, f"prior-{setting}", metric, "alpha*", less, margin)
+        for name, metric, less, margin in (("B5", "Avg@8", OPD, 1.0), ("B6", "Pass@8", "alpha 0", 2.0))
+        for letter, setting in zip("abcd", ("choice", "knowledge", "running-sum", "self"), strict=True)
+    ),
+    Hypothesis("B7", "prior-choice", "Avg@8", OPD, "alpha*, shuffled", 1.0),
+    Hypothesis("B8a", "prior-choice", "Avg@8", "alpha*", "alpha*, random"),
+    Hypothesis("B8b", "prior-running-sum", "Avg@8", "alpha*", "alpha*, random"),
 )
 
 
@@ -150,11 +163,12 @@ def hypotheses_table(
             continue
         found = difference(rows_of[each.setting], each.more, each.less, each.metric, tiers_of[each.setting])
         claim = f"{each.setting}, {each.metric}: {each.more} > {each.less}"
+        claim += f" - {each.margin:g}" if each.margin else ""
         if found is None:
             lines.append(f"| {each.name} | {claim} | 0 | | | not run |")
             continue
         seeds, mean, error, low, high = found
-        verdict = "holds" if low > 0 else "contradicted" if high < 0 else "undecided"
+        verdict = "holds" if low > -each.margin else "contradicted" if high < -each.margin else "undecided"
         lines.append(f"| {each.name} | {claim} | {seeds} | {mean:+.1f} ± {error:.1f} | {low:+.1f} to {high:+.1f} "
                      f"| {verdict} |")  # fmt: skip
     return [*lines, ""]
