@@ -142,6 +142,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(secrets.token_hex(ID_BYTES), encoding="utf-8")
     try:
+        os.environ["WANDB_DISABLE_GIT"] = "true"  # git would get the keys, and W&B the repository's address
         settings = wandb.Settings(silent=True, console="off")  # only our own console writes to the screen
         with SECRETS.hidden(keep=["WANDB_API_KEY"]):  # from its helper; no longer, as others read them meanwhile
             wandb.setup(settings)
