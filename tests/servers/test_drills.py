@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,7 +142,7 @@ async def orchestrated(
             max_dead_share=1.0,
         )
         (scores,) = (each for each in run.stages.all if each.name == "score")
-        scores._timeout_s = scores._attempt_timeout_s = 10.0  # one that never comes is given up soon
+        scores.limits, scores._attempt_timeout_s = replace(scores.limits, timeout_s=10.0), 10.0  # given up soon
         run.stages.events.subscribe(publisher)
         yield run.orchestrator
 
