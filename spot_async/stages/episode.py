@@ -90,7 +90,7 @@ class Episode:
         return Before(token_ids, counted, self.starts[:turns], self.steps[: turns - 1])
 
     def failed_turns(self) -> list[tuple[int, str, str]]:
-        """Return the turns that got no proper answer: each one's number, from 1, the kind of what it got, and that."""
+        """Return each turn that got no proper answer: its number, from 1, the kind of the answer, and the text."""
         return [
             (number, step.observation.kind, shortened("\n".join(step.observation.texts), FAILED_CHARACTERS))
             for number, step in enumerate(self.steps, 1)

@@ -271,7 +271,7 @@ class BoundStages:
         return await self._written(turn, prefix, most=most, is_taught=True)
 
     async def _written(self, turn: Generate, prefix: IntArray, *, most: int, **how: Any) -> Generation:
-        """Return what a model writes after a prefix, or a whole episode, in whose turns it does."""
+        """Return what a model writes after a prefix. Beside an environment it writes the turns of an episode."""
         if self._episodes is None:
             return await turn(prefix)
         if len(prefix):

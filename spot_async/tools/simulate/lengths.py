@@ -27,7 +27,7 @@ Asked = Counter[tuple[int, bool] | str]
 
 
 class EnvironmentRates(Section):
-    """What answers turns, of the problems of all training sets, and the episodes that come of it."""
+    """How fast turns are answered, and how many there are. All training sets count as one."""
 
     workers: PositiveInt | None = Field(None, description="turns that are answered at a time; default: as configured")
     answer_s: NonNegativeFloat | None = Field(None, description="mean seconds of an answer; 0 for a turn without one")
