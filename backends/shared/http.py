@@ -39,6 +39,7 @@ CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open con
 LONG_BODY_BYTES = 1 << 18
 LONG_BODIES_AT_ONCE = 2
 UNREAD_BYTES = 1 << 16  # buffered per connection, about; beyond this the server has to wait
+IDLE_S = 4.0  # after which a connection is not used again; servers close one that waits, uvicorn after 5 seconds
 READ_BYTES = 1 << 15  # read from a connection at a time; the event loop waits until it is parsed
 MOST_HEADS = 16  # unread heads of replies on a connection: the reply's, and what a server may send before it
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
@@ -308,10 +309,11 @@ def _place(url: httpx.URL) -> str:
 
 def _session(route: Route) -> aiohttp.ClientSession:
     connector: aiohttp.BaseConnector
+    kept: dict[str, Any] = {"keepalive_timeout": IDLE_S} if route.keeps_open else {"force_close": True}
     if route.uds:
-        connector = aiohttp.UnixConnector(route.uds, limit=0, force_close=not route.keeps_open)
+        connector = aiohttp.UnixConnector(route.uds, limit=0, **kept)
     else:
-        connector = aiohttp.TCPConnector(limit=0, ssl=route.verify, force_close=not route.keeps_open)
+        connector = aiohttp.TCPConnector(limit=0, ssl=route.verify, **kept)
     make: type[ResponseHandler] = _Connection
     connector._factory = functools.partial(make, asyncio.get_running_loop())
     return aiohttp.ClientSession(

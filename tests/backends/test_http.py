@@ -242,8 +242,13 @@ def test_an_error_of_no_known_shape_is_shown_as_it_came() -> None:
     assert error_message(b"[" * 100_000).startswith("[[[")
 
 
-async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once() -> None:
+@pytest.mark.parametrize("waited", [False, True])  # for longer than servers keep a connection open
+async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once(
+    waited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connections = 0
+    if waited:
+        monkeypatch.setattr("spot_async.backends.shared.http.IDLE_S", 1e-9)
 
     async def answer_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
@@ -259,7 +264,9 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once
     with contextlib.closing(server):
         async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
             for _ in range(2):
-                reply = await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
+                reply = await endpoint.post(
+                    "/x", b"{}", content_type="application/json", deadline=soon(), resend=not waited
+                )
                 assert reply == b"ok"
     assert connections == 2
 
