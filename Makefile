@@ -15,7 +15,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-tokenizers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-tokenizers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak mutants lint types docs house gpu-proof gpu-proof-kit clean
 
 # What a run needs, and what tests need besides. By uv where it is on the path, else by pip.
 install: $(VENV)/dev
@@ -197,6 +197,24 @@ servers: $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTH
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps $(EXTRA_TORCH_FLAGS) -r $<
 	touch $@
 
+# Which of 400 small faults in the product the tests notice: .mutants/outcomes.csv. About two hours; started again, it
+# continues. Delete .mutants to begin anew. The environment is this target's own.
+MUTANTS := .venv-mutants/bin/python
+mutants: .venv-mutants/installed .mutants/durations.xml
+	$(MUTANTS) tests/support/mutants.py run
+
+.mutants/durations.xml:
+	mkdir -p .mutants
+	COVERAGE_FILE=.mutants/coverage $(MUTANTS) -m pytest -n 2 --cov=policies --cov=spot_async --cov-context=test \
+	--cov-report= --junitxml=$@ -o junit_family=xunit1
+
+.venv-mutants/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-mutants
+	$(MUTANTS) .ci/install dev
+	$(MUTANTS) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	cosmic-ray==8.7.0 coverage==7.17.5 pytest-cov==7.1.0
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -238,4 +256,4 @@ gpu-proof-kit:
 	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-tokenizers .venv-lm-eval .venv-lighteval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-mutants .venv-peers .venv-tokenizers .venv-lm-eval .venv-lighteval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
