@@ -308,12 +308,9 @@ def _place(url: httpx.URL) -> str:
 
 
 def _session(route: Route) -> aiohttp.ClientSession:
-    connector: aiohttp.BaseConnector
+    tcp = functools.partial(aiohttp.TCPConnector, ssl=route.verify)
     kept: dict[str, Any] = {"keepalive_timeout": IDLE_S} if route.keeps_open else {"force_close": True}
-    if route.uds:
-        connector = aiohttp.UnixConnector(route.uds, limit=0, **kept)
-    else:
-        connector = aiohttp.TCPConnector(limit=0, ssl=route.verify, **kept)
+    connector = (functools.partial(aiohttp.UnixConnector, route.uds) if route.uds else tcp)(limit=0, **kept)
     make: type[ResponseHandler] = _Connection
     connector._factory = functools.partial(make, asyncio.get_running_loop())
     return aiohttp.ClientSession(

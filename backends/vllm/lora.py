@@ -98,6 +98,7 @@ class VllmLora:
                 f"{server.section}: the server takes adapters of a smaller rank: start it with a larger "
                 f"--max-lora-rank: {error}"
             ) from None
+        # A server that takes an adapter wrongly answers 200, or ends at its first token.
         await replace(self._client, model=name).sample([0], ONE_TOKEN, top_k=0, logprobs=0, deadline=deadline)
         listed = (await server.get("/v1/models", ModelList, deadline=deadline)).data
         if not any(each.id == name and each.root == adapter.directory for each in listed):
