@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -274,10 +275,6 @@ def test_line_ends_and_tabs_that_are_meant_stay(config_path):
     assert (config.prompt.teacher.text, config.prompt.instruction) == ("\r\n\t", r"In \boxed{}, not \neq.")
 
 
-def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_path):
-    assert load_config(config_path, ["max_staleness=2", "training.importance_cap=2"]).queue_capacity_prompts == 3 * 8
-
-
 def test_names_of_others_and_of_before_lead_to_keys_that_exist():
     launch = (
         registry.load("backends", "vllm").Settings.model_validate({"kind": "vllm", "launch": {"python": "p"}}).launch
@@ -299,12 +296,6 @@ def test_every_mistake_is_reported_in_its_own_line(config_path):
     assert len(lines) == 3
 
 
-def test_a_missing_section_is_named(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("student: {model: s}")
-    assert "data: required, but not given" in complaint(path)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -312,6 +303,10 @@ def test_a_missing_section_is_named(tmp_path):
         ("- 1\n- 2", "expected sections such as `student:` at the top, found a list"),
         ("", "expected sections such as `student:` at the top, found nothing"),
         ("base: [1, null]", "`base` must name a configuration file, or several in a list, but is [1, null]"),
+        ("student: {model: s}", "data: required, but not given"),
+        ("student: !!python/object/apply:os.system ['true']", "not valid YAML"),  # which would run code
+        ("a: " + "[" * 5000 + "]" * 5000, "run.yaml: sections or lists stand too deep within each other: take some"),
+        ("a: &a [*a]", "run.yaml: sections or lists stand too deep within each other: take some away"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, expected):
@@ -349,24 +344,41 @@ def test_a_key_of_a_merged_section_may_be_given_anew(tmp_path):
     assert read_tree(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}}
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 5000 + "]" * 5000, "a: &a [*a]"])
-def test_yaml_without_a_bottom_is_one_line(tmp_path, text):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert complaint(path) == f"{path}: sections or lists stand too deep within each other: take some away"
-
-
-def test_yaml_that_would_run_code_is_refused(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("student: !!python/object/apply:os.system ['true']")
-    assert "not valid YAML" in complaint(path)
-
-
-def test_overrides_reach_plugin_settings_given_in_short_form(config_path):
-    config = load_config(config_path, ["policy.gamma=2.5", "verifier.kind=math_verify", "verifier.workers=1"])
-    assert config.policy.kind == "spot"
-    assert config.policy.gamma == 2.5
-    assert config.verifier.workers == 1
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        # settings of a plug-in that is given in short form, and of one named by module and class
+        (
+            ["policy.gamma=2.5", "verifier.kind=math_verify", "verifier.workers=1"],
+            {"policy.kind": "spot", "policy.gamma": 2.5, "verifier.workers": 1},
+        ),
+        (
+            ["verifier=spot_async.verification.math_verify:MathVerify", "verifier.workers=1"],
+            {"verifier.workers": 1},
+        ),
+        # numbers as people write them, and nothing behind the equals sign, which is an empty text
+        (["training.learning_rate=3e-6"], {"training.learning_rate": 3e-6}),
+        (["training.learning_rate=3.0e-6"], {"training.learning_rate": 3e-6}),
+        (["training.learning_rate=0.000003"], {"training.learning_rate": 3e-6}),
+        (["prompt.instruction="], {"prompt.instruction": ""}),
+        # a part of a section that is off, and of sections that the file leaves out
+        (["telemetry.wandb=null", "telemetry.wandb.project=mine"], {"telemetry.wandb.project": "mine"}),
+        (
+            ["teacher.backend.slots=3", "evaluation.problems=x", "evaluation.verifier.workers=5"],
+            {
+                "teacher.backend.kind": "local",
+                "teacher.backend.slots": 3,
+                "evaluation.verifier.kind": "math",
+                "evaluation.verifier.workers": 5,
+            },
+        ),
+        # the queue holds the batches that staleness lets be under way
+        (["max_staleness=2", "training.importance_cap=2"], {"queue_capacity_prompts": 3 * 8}),
+    ],
+)
+def test_an_override_sets_what_it_names(config_path, overrides, values):
+    config = load_config(config_path, overrides)
+    assert {key: attrgetter(key)(config) for key in values} == values
 
 
 def test_a_plugin_in_the_working_directory_is_refused_with_how_it_is_found(config_path, tmp_path, monkeypatch):
@@ -420,11 +432,6 @@ def test_beside_keys_of_another_kind_a_misspelt_one_has_its_own_line(config_path
     assert lines[1].startswith("policy.gama: unknown key")
 
 
-@pytest.mark.parametrize("text", ["3e-6", "3.0e-6", "0.000003"])
-def test_numbers_are_read_as_people_write_them(config_path, text):
-    assert load_config(config_path, [f"training.learning_rate={text}"]).training.learning_rate == 3e-6
-
-
 def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_path):
     config = load_config(config_path, ["policy.gamma=0.3", "student.backend.slots=7"])
     written = tmp_path / "written.yaml"
@@ -433,28 +440,6 @@ def test_the_written_configuration_reads_back_to_the_same_one(config_path, tmp_p
     assert again == config
     assert written.read_text().startswith("version: 2\n")
     assert again.student.backend.slots == 7
-
-
-def test_a_plugin_can_be_named_by_module_and_class(config_path):
-    config = load_config(config_path, ["verifier=spot_async.verification.math_verify:MathVerify", "verifier.workers=1"])
-    assert config.verifier.workers == 1
-
-
-def test_nothing_behind_the_equals_sign_is_an_empty_text(config_path):
-    assert load_config(config_path, ["prompt.instruction="]).prompt.instruction == ""
-
-
-def test_a_section_that_is_off_can_be_turned_on_by_an_override(config_path):
-    config = load_config(config_path, ["telemetry.wandb=null", "telemetry.wandb.project=mine"])
-    assert config.telemetry.wandb.project == "mine"
-
-
-def test_sections_left_out_of_the_file_can_be_overridden_in_part(config_path):
-    config = load_config(
-        config_path, ["teacher.backend.slots=3", "evaluation.problems=x", "evaluation.verifier.workers=5"]
-    )
-    assert (config.teacher.backend.kind, config.teacher.backend.slots) == ("local", 3)
-    assert (config.evaluation.verifier.kind, config.evaluation.verifier.workers) == ("math", 5)
 
 
 def test_a_file_lies_over_the_one_that_its_base_names(config_path, tmp_path):
