@@ -177,6 +177,21 @@ async def nothing(servers):
     await asyncio.Event().wait()
 
 
+def kill_every(seconds):
+    async def kill(servers):
+        while True:
+            await asyncio.sleep(seconds)
+            servers[0].kill()
+
+    return kill
+
+
+async def kill_the_last_once(servers):
+    await asyncio.sleep(6.0)
+    servers[-1].kill()
+    await asyncio.Event().wait()
+
+
 def test_a_lone_server_that_is_killed_comes_back_with_the_newest_weights():
     async def kill_twice(servers):
         for moment in (4.0, 14.0):
@@ -207,26 +222,16 @@ def test_a_frozen_server_that_thaws_goes_on_without_being_started_again():
 
 
 def test_a_server_without_restarts_left_ends_the_run_as_its_end_would_have():
-    async def kill(servers):
-        while True:
-            await asyncio.sleep(8.0)
-            servers[0].kill()
-
     with pytest.raises(BaseExceptionGroup) as stopped:
-        train(servers(1), kill, restarts=1)
+        train(servers(1), kill_every(8.0), restarts=1)
     (error,) = [each for each in leaves(stopped.value) if isinstance(each, ProcessDiedError)]
     assert "student-1 was killed by SIGKILL" in str(error)
     assert "started again 1 times" in error.__notes__[0]
 
 
 def test_a_server_that_is_started_too_often_is_left_out_where_others_serve():
-    async def kill(servers):
-        while True:
-            await asyncio.sleep(6.0)
-            servers[0].kill()
-
     both = servers(2)
-    assert_trained_once_with_the_right_weights(train(both, kill, restarts=1))
+    assert_trained_once_with_the_right_weights(train(both, kill_every(6.0), restarts=1))
     assert [server.starts for server in both] == [2, 1]
 
 
@@ -237,17 +242,13 @@ def test_a_machine_that_is_out_of_reach_for_a_while_costs_its_server_no_restarts
                 raise FarSideError(f"{self.server.name}: no route to node2")
             return await super().__aenter__()
 
-    async def kill(servers):
-        await asyncio.sleep(6.0)
-        servers[0].kill()
-        await asyncio.Event().wait()
-
     (server,) = servers(1)
     settings = {"make": Away, "restarts": 1}
-    assert_trained_once_with_the_right_weights(train([server], kill, recovery_timeout_s=300.0, **settings))
+    outcome = train([server], kill_the_last_once, recovery_timeout_s=300.0, **settings)
+    assert_trained_once_with_the_right_weights(outcome)
     assert server.starts == 2
     with pytest.raises(BaseExceptionGroup) as stopped:
-        train(servers(1), kill, recovery_timeout_s=100.0, **settings)
+        train(servers(1), kill_the_last_once, recovery_timeout_s=100.0, **settings)
     (error,) = {str(each) for each in leaves(stopped.value) if type(each) is SpotError}
     assert "no server for 100 s (student-1: recovering, student-1: no route to node2)" in error
 
@@ -317,13 +318,8 @@ def test_weights_that_a_returning_server_loads_are_not_pruned_under_it(tmp_path)
             await super().update_weights(snapshot, deadline=deadline)
             loaded.append((self.server.name, snapshot.version.step))
 
-    async def kill(servers):
-        await asyncio.sleep(6.0)
-        servers[1].kill()
-        await asyncio.Event().wait()
-
     both = servers(2)
-    outcome = train(both, kill, make=Loading, trainer=Pruning())
+    outcome = train(both, kill_the_last_once, make=Loading, trainer=Pruning())
     assert_trained_once_with_the_right_weights(outcome)
     assert both[1].starts == 2
     assert lost == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from replica_incidents import Server, ask, incident
+from replica_incidents import Server, SleepingServer, ask, incident, update
 
 from spot_async.errors import (
     DataError,
@@ -32,8 +32,7 @@ def test_a_replica_that_cannot_catch_up_is_started_again_and_ends_nothing(error)
 
     async def scenario(pool, made):
         servers.extend(made[0])
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        snapshot = await update(pool)
         await asyncio.sleep(10.0)
         assert [each.state for each in pool.replicas] == [State.SERVING] * 2
         assert [each.restarts for each in pool.replicas] == [1, 0]
@@ -72,8 +71,7 @@ def test_an_update_outlives_a_lone_endpoint_that_is_restarted_while_nobody_asks_
     async def scenario(pool, made):
         servers.extend(made[0])
         await asyncio.sleep(1.0)
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 100.0)
+        snapshot = await update(pool)
         assert asyncio.get_running_loop().time() > restarted_s
         assert [(each.state, each.version) for each in pool.replicas] == [(State.SERVING, snapshot.version)]
 
@@ -86,9 +84,8 @@ def test_an_update_that_a_lone_server_refuses_fails_and_leaves_it_as_it_was():
             raise PermanentError("not these")
 
     async def scenario(pool, made):
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
         with pytest.raises(PermanentError, match="not these"):
-            await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+            await update(pool)
 
         async def answer(server):
             return "as before"
@@ -103,8 +100,7 @@ def test_an_update_that_a_lone_server_refuses_fails_and_leaves_it_as_it_was():
 def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow):
     log = []
 
-    class Sleeping(Server):
-        sleeps_while_training = True
+    class Sleeping(SleepingServer):
         is_asleep = False
 
         async def __aenter__(self):
@@ -114,9 +110,6 @@ def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow
         async def sleep(self, *, deadline):
             self.is_asleep = True
             log.append("sleep")
-
-        async def wake_weights(self, *, deadline):
-            pass
 
         async def wake(self, *, deadline):
             self.is_asleep = False
@@ -129,8 +122,7 @@ def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow
 
     async def scenario(pool, made):
         later = asyncio.get_running_loop().time() + 600.0
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=later)
+        await update(pool)
         log.clear()
         made[0][0].kill()
         await asyncio.sleep(5.0)
@@ -147,22 +139,11 @@ def test_a_role_that_lost_its_last_server_needs_none_while_it_sleeps():
     """Nor is one brought back then: training may take longer than anybody would wait for a server."""
     returns_s, patience_s = 300.0, 100.0
 
-    class Away(Server):
-        sleeps_while_training = True
-
+    class Away(SleepingServer):
         async def __aenter__(self):
             if 0.0 < asyncio.get_running_loop().time() < returns_s:
                 raise TransientError("connection refused")
             return self
-
-        async def sleep(self, *, deadline):
-            pass
-
-        async def wake_weights(self, *, deadline):
-            pass
-
-        async def wake(self, *, deadline):
-            pass
 
     async def scenario(pool, made):
         later = asyncio.get_running_loop().time() + 1000.0
@@ -190,8 +171,7 @@ def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence()
 
     async def scenario(pool, made):
         servers.extend(made[0])
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        snapshot = await update(pool)
         await asyncio.sleep(100.0)
         assert [each.restarts for each in pool.replicas] == [0, 0]
         assert {each.version for each in pool.replicas} == {snapshot.version}
@@ -201,15 +181,7 @@ def test_a_replica_that_missed_weights_may_take_longer_for_them_than_a_silence()
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_replica_that_does_not_wake_is_entered_again_and_ends_the_run_only_where_none_wakes(number):
-    class Sleeping(Server):
-        sleeps_while_training = True
-
-        async def sleep(self, *, deadline):
-            pass
-
-        async def wake_weights(self, *, deadline):
-            pass
-
+    class Sleeping(SleepingServer):
         async def wake(self, *, deadline):
             if self is servers[0]:
                 raise TransientError("still asleep")
@@ -240,8 +212,7 @@ def test_a_replica_that_is_lost_as_an_update_begins_ends_nothing_and_gets_the_we
         made[0][0].kill()
         for _ in range(turns):
             await asyncio.sleep(0)
-        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
-        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        snapshot = await update(pool)
         await asyncio.sleep(10.0)
         assert [(each.version, each.restarts) for each in pool.replicas] == [
             (snapshot.version, 1),
@@ -266,15 +237,10 @@ def test_a_replica_that_is_lost_as_an_update_begins_ends_nothing_and_gets_the_we
 def test_a_lone_endpoint_that_is_restarted_before_or_in_its_sleep_ends_nothing(error, is_asleep):
     """Nobody asks it anything then, so that its end is noticed when it is to sleep or to wake."""
 
-    class Sleeping(Server):
-        sleeps_while_training = True
-
+    class Sleeping(SleepingServer):
         async def sleep(self, *, deadline):
             if self is lost[0] and not is_asleep:
                 raise error
-
-        async def wake_weights(self, *, deadline):
-            pass
 
         async def wake(self, *, deadline):
             if self is lost[0]:
@@ -293,7 +259,7 @@ def test_a_lone_endpoint_that_is_restarted_before_or_in_its_sleep_ends_nothing(e
         await asyncio.sleep(20.0)
         assert len(made[0]) == 1  # it is not brought back while the trainer uses its devices
         await pool.wake(deadline=until_s)
-        await pool.update_weights(WeightSnapshot(directory="w", version=WeightVersion(0, 1)), deadline=until_s)
+        await update(pool)
         assert [each.state for each in pool.replicas] == [State.SERVING]
         assert len(made[0]) == 2
 

@@ -12,6 +12,7 @@ from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestEr
 from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.services import capabilities
+from spot_async.types import WeightSnapshot, WeightVersion
 
 OFFERS = capabilities(8)
 
@@ -43,6 +44,28 @@ class Server:
 
     def kill(self):
         self.ended.set_exception(ProcessDiedError("it was killed"))
+
+
+class SleepingServer(Server):
+    """One that sleeps while the trainer trains."""
+
+    sleeps_while_training = True
+
+    async def sleep(self, *, deadline):
+        pass
+
+    async def wake_weights(self, *, deadline):
+        pass
+
+    async def wake(self, *, deadline):
+        pass
+
+
+async def update(pool):
+    """Give the pool the first weights of a run. Return them."""
+    snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+    await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 100.0)
+    return snapshot
 
 
 async def ask(pool, send, *, request=None):
