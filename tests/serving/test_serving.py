@@ -32,7 +32,6 @@ from spot_async.errors import (
     PermanentError,
     ProcessDiedError,
     TransientError,
-    VersionMismatchError,
 )
 from spot_async.models.alignment import decision_rows
 from spot_async.policies.opd import OpdPolicy
@@ -99,27 +98,6 @@ async def test_the_server_says_what_it_offers(backend: LocalBackend) -> None:
 
 
 @with_backend
-async def test_generation_scores_and_candidates_agree_over_the_wire(backend: LocalBackend) -> None:
-    replies = await asyncio.gather(
-        *(backend.generate(PROMPT, sampling(seed=seed), top_k=3, deadline=soon()) for seed in range(12))
-    )
-    assert len({tuple(reply.token_ids) for reply in replies}) == 12
-    for reply in replies[:2]:
-        scores = await backend.score(ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()), top_k=3)
-        version = reply.version_spans[0].version
-        candidates = await backend.candidate_logprobs(
-            ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()),
-            np.array([6, 2], np.int32),
-            reply.token_ids[[[6, 0], [2, 1]]],
-            expected_version=version,
-        )
-        assert scores.version == version
-        np.testing.assert_allclose(scores.logprobs, reply.logprobs, atol=1e-5)
-        np.testing.assert_array_equal(scores.topk_ids, reply.topk_ids)
-        np.testing.assert_allclose(candidates[:, 0], reply.logprobs[[6, 2]], atol=1e-5)
-
-
-@with_backend
 @pytest.mark.parametrize("end_token", ["replace", "sum"])
 async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of_them(
     backend: LocalBackend, model_directory: Path, end_token: str
@@ -151,32 +129,6 @@ async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of
     scores = await stages.for_prompt(prompt).score(response, top_k=3)
     np.testing.assert_allclose(scores.logprobs, expected.numpy(), atol=1e-5)
     np.testing.assert_allclose(scores.topk_logprobs, dense.topk(3).values.numpy(), atol=1e-5)  # single tokens, always
-
-
-@with_backend
-async def test_an_update_changes_weights_and_version_or_nothing(
-    backend: LocalBackend, new_weights: Path, tmp_path: Path
-) -> None:
-    before = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
-    with pytest.raises(PermanentError, match=r"student: .*holds neither model\.safetensors"):
-        await backend.update_weights(
-            WeightSnapshot(directory=str(tmp_path), version=WeightVersion(9, 9)), deadline=soon()
-        )
-    unchanged = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
-    np.testing.assert_array_equal(unchanged.logprobs, before.logprobs)
-    assert unchanged.version == before.version
-    version = WeightVersion(1, 4)
-    await backend.update_weights(WeightSnapshot(directory=str(new_weights), version=version), deadline=soon())
-    after = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
-    assert after.version == version
-    assert not np.allclose(after.logprobs, before.logprobs)
-    with pytest.raises(VersionMismatchError, match=rf"asked of weights {before.version}.*holds 1\.4"):
-        await backend.candidate_logprobs(
-            ScoreRequest(PROMPT, RESPONSE, 1.0, soon()),
-            np.array([0], np.int32),
-            np.array([[3]], np.int32),
-            expected_version=before.version,
-        )
 
 
 @with_backend
