@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from deadlines import soon
+from raw_server import listening
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.shared.connection import access, proxy_for, tls_context
@@ -112,9 +113,8 @@ async def proxy_server(seen: list[str]) -> AsyncIterator[str]:
             group.create_task(pump(reader, there_writer))
             group.create_task(pump(there_reader, writer))
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    with contextlib.closing(server):
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(serve) as url:
+        yield url
 
 
 def hello(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
@@ -149,9 +149,8 @@ async def mute_server(first_bytes: bytes) -> AsyncIterator[str]:
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    with contextlib.closing(server):
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(serve) as url:
+        yield url.removeprefix("http://")
 
 
 TLS_ALERT = bytes.fromhex("15030200020246")  # of TLS 1.1: the version is not supported
@@ -182,16 +181,6 @@ async def test_who_speaks_something_else_than_the_address_says_is_told_so(
     assert type(caught.value) is kind
     assert str(caught.value).endswith(said)
     assert "\n" not in str(caught.value)
-
-
-async def test_plain_http_to_a_server_that_speaks_tls_is_named_as_that(certificate: Path) -> None:
-    async with http_server(hello, certificate) as url:
-        plain = url.replace("https:", "http:")
-        async with HttpEndpoint(
-            "teacher", plain, route=Route(access=access("teacher.backend", plain, None, {}))
-        ) as endpoint:
-            with pytest.raises(TransientError, match="is it https, not http"):
-                await endpoint.get("/x", deadline=soon())
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])

@@ -6,12 +6,13 @@ import asyncio
 import json
 import socket
 import ssl
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+from deadlines import soon
+from raw_server import listening
 
 from spot_async import errors
 from spot_async.backends.shared.excerpts import page_text, shortened
@@ -298,18 +299,10 @@ async def test_an_error_carries_what_was_sent_and_what_came_back_without_the_key
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     sent = json.dumps({"input_ids": list(range(1000)), "sampling_params": {"temperature": 0.5}, "k": "sk-secret"})
-    with closing(server):
-        async with HttpEndpoint("teacher", url, api_key="sk-secret") as endpoint:
-            with pytest.raises(errors.PermanentError) as caught:
-                await endpoint.post(
-                    "/x",
-                    sent.encode(),
-                    content_type="application/json",
-                    deadline=asyncio.get_running_loop().time() + 60,
-                )
+    async with listening(answer) as url, HttpEndpoint("teacher", url, api_key="sk-secret") as endpoint:
+        with pytest.raises(errors.PermanentError) as caught:
+            await endpoint.post("/x", sent.encode(), content_type="application/json", deadline=soon())
     exchange = caught.value.exchange
     assert exchange is not None
     assert (exchange.endpoint, exchange.method, exchange.path, exchange.status) == (url, "POST", "/x", 400)

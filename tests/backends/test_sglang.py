@@ -9,7 +9,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from deadlines import passed_once, soon
+from raw_server import listening
 from sglang_stand_in import (
     PROMPT,
     RESPONSE,
@@ -32,7 +33,7 @@ from sglang_stand_in import (
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.sglang.requests import NEUTRAL, neutral
-from spot_async.backends.sglang.sglang_discovery import check_exact, check_ready, check_vocabulary
+from spot_async.backends.sglang.sglang_discovery import check_exact, check_vocabulary
 from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
 from spot_async.backends.shared import request_limits
 from spot_async.backends.shared.launch import Doorway
@@ -234,9 +235,8 @@ async def test_other_kinds_name_an_sglang_that_answers_in_their_place(
     kind: Any, asked: str, model: Path, tmp_path: Path
 ) -> None:
     stand_in = StandIn({"/v1/models": owned_by("sglang")})
-    with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
-        settings = kind.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        backend = kind(settings, role="teacher", model=str(model), run_directory=tmp_path)
+    async with listening(stand_in.serve) as url:
+        backend = kind(kind.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)
         with pytest.raises(ConfigError, match=rf"\(GET {asked}\), but as SGLang: use kind: sglang$"):
             await backend.__aenter__()
 
@@ -244,17 +244,10 @@ async def test_other_kinds_name_an_sglang_that_answers_in_their_place(
 @pytest.mark.parametrize("answers", [*([(status, b"{}")] for status in (400, 401, 403, 404, 501)), [(200, b"")]])
 async def test_a_server_of_another_kind_is_told_from_ours(answers: Any, model: Path, tmp_path: Path) -> None:
     stand_in = StandIn({"/health": answers})
-    with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
-        settings = LocalBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        backend = LocalBackend(settings, role="teacher", model=str(model), run_directory=tmp_path)
+    async with listening(stand_in.serve) as url:
+        backend = LocalBackend(LocalBackend.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)
         with pytest.raises(ConfigError, match=r"teacher.backend: teacher does not answer as `spot-async serve` does"):
             await backend.__aenter__()
-
-
-async def test_a_server_that_knows_no_readiness_is_taken_for_ready(model: Path, tmp_path: Path) -> None:
-    async with connected(model, tmp_path) as (backend, stand_in):
-        await check_ready(backend._server, deadline=soon())
-    assert stand_in.paths == ["/ready"]
 
 
 @pytest.mark.parametrize(
