@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
 from recipes import recipe
 from transformers import AutoModelForCausalLM
 
-import spot_async as spot
-from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.losses import live_batch, loss_of
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, make_policy, simulated_prompts
@@ -19,21 +15,9 @@ from spot_async.testing.simulation import ScriptedStages, make_policy, simulated
 CHUNKS = ([0, 0, 1, 2, 2, 2, -1], [0, 1, 1, 2, 3, 3])  # -1: in none
 
 
-class Symlog(OpdPolicy):
-    """OPD whose differences grow by their logarithm."""
-
-    def revise(self, batch: spot.LiveBatch) -> Sequence[spot.Sample]:
-        pulls = [sample.supervision.pulls[0] for sample in batch.samples]
-        told = [spot.difference(pull, live) for pull, live in zip(pulls, batch.live, strict=True)]
-        return [
-            spot.revised(sample, pulls=(), advantages=np.sign(d) * np.log1p(np.abs(d)))
-            for sample, d in zip(batch.samples, told, strict=True)
-        ]
-
-
-@pytest.mark.parametrize("kind", [recipe("tip"), Symlog])
-async def test_what_revise_makes_of_pulls_follows_the_chunks(kind, student):
-    draw, policy = np.random.default_rng(5), make_policy(kind)
+@pytest.mark.parametrize("name", ["tip", "demystifying_opd"])
+async def test_what_revise_makes_of_pulls_follows_the_chunks(name, student):
+    draw, policy = np.random.default_rng(5), make_policy(recipe(name))
     exact = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64)
     drafts, rows, owns, teachers = [], [], [], []
     for chunks in map(np.array, CHUNKS):
@@ -59,7 +43,7 @@ async def test_what_revise_makes_of_pulls_follows_the_chunks(kind, student):
             places, own = torch.tensor(chunks) == chunk, owns[n].detach()
             total = own[places].sum()
             parts = (teachers[n][places].sum() - total) * own[places] / total
-            if kind is Symlog:
+            if name == "demystifying_opd":
                 advantages[places] = parts.sign() * parts.abs().log1p()
             else:  # TIP: the unsure half has weight 2, and a chunk the mean of its tokens'
                 advantages[places] = parts * 2 * (entropies[n][places] >= least).double().mean()

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from spot_async.terms import difference, pull, weighted
 from spot_async.testing.services import token_scores
 from spot_async.trainer.batching import MicroBatch, Pulls, advantages_of, collate
-from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.trainer.metrics import Tally
 from spot_async.types import Live, Pull, Supervision, TokenScores, WeightVersion
 
@@ -168,30 +167,16 @@ def test_what_a_policy_is_told_of_a_pull_is_what_the_trainer_makes_of_it(cuts, s
         assert told == pytest.approx(found, rel=2e-4, abs=2e-5)
 
 
-def test_a_weight_that_differs_inside_a_chunk_is_its_mean():
+def test_a_weight_that_differs_inside_a_chunk_is_its_mean_and_one_of_0_stays_0():
     scores, unknown = (scores_of(drawn(5, 0), chunks_of(cuts)) for cuts in ([2, 1, 2], [2, 1, -1, -1]))
-    weights = np.array([1.0, 3.0, 5.0, 0.0, 1.0])
+    weights, in_none = np.array([1.0, 3.0, 5.0, 0.0, 1.0]), pull(drawn(5, 0), [0.5, 0.0, 1.0, 0.0, 1.0])
     for term, expected in (
         (pull(scores, weights), [2.0, 2.0, 5.0, 0.5, 0.5]),
         (weighted(pull(scores), weights), [2.0, 2.0, 5.0, 0.5, 0.5]),
         (weighted(pull(scores), weights > 1), [0.5, 0.5, 1.0, 0.0, 0.0]),
         (weighted(pull(scores), (weights > 1).astype(np.int64)), [0.5, 0.5, 1.0, 0.0, 0.0]),
         (weighted(pull(unknown), np.array([1.0, 3.0, 5.0, np.nan, 7.0])), [2.0, 2.0, 5.0, 0.0, 0.0]),
+        (weighted(in_none, np.array([2.0, np.nan, 0.5, np.nan, 1.0])), [1.0, 0.0, 0.5, 0.0, 1.0]),
     ):
         assert term.weights is not None
         assert term.weights.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("chunks", "words"),
-    [
-        (np.zeros(3, np.int32), r"pulls.chunks have shape \(3,\) instead of \(4,\)"),
-        (np.zeros(4, np.float32), "pulls.chunks are float32"),
-        (np.array([0, 1, 0, 2], np.int32), "pulls.chunks are not ascending"),
-        (np.array([0, -1, 0, 1], np.int32), "pulls.chunks are not ascending"),
-    ],
-)
-def test_chunks_that_are_none_are_refused_before_they_are_trained_on(chunks, words):
-    sample = sample_of(Pull(logprobs=drawn(4, 0), chunks=chunks))
-    with pytest.raises(WrongSupervisionError, match=words):
-        check_feed([sample], vocab_size=9, live=LIVE, max_staleness=0)

@@ -246,6 +246,15 @@ def one_row(
             "pulls.weights hold what is no finite number",
         ),
         ({"pulls": (Pull(logprobs=np.zeros(3, np.float32), clip=(1.0, -1.0)),)}, "pulls.clip is from 1 to -1"),
+        *(
+            ({"pulls": (Pull(logprobs=np.zeros(3, np.float32), chunks=chunks),)}, complaint)
+            for chunks, complaint in (
+                (np.zeros(2, np.int32), r"pulls.chunks have shape \(2,\) instead of \(3,\)"),
+                (np.zeros(3, np.float32), "pulls.chunks are float32"),
+                (np.array([0, 1, 0], np.int32), "pulls.chunks are not ascending"),
+                (np.array([0, -1, 0], np.int32), "pulls.chunks are not ascending"),
+            )
+        ),
         (
             {"soft_targets": (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.5], has_tail=False),)},
             "is infinite, since the student has other tokens too: give tails, or is_conditional=True",
