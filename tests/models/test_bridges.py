@@ -30,6 +30,10 @@ LATER_THOUGHT = (  # what was thought behind the user's last message, as Qwen3 s
     "{{ m.content.split('</think>')[-1].strip('\n') if 'user' in last[loop.index0:] else m.content }}"
 )
 EMPTY = "<think>\n\n</think>\n\n"
+PARTED = (  # what was thought stands in a part of its own
+    "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '' }}"
+    "{{ m.content.split('</think>')[-1] }}"
+)
 
 
 def chatml(said: str = "{{ m.content }}", tool: str = RESPONSES, begun: str = "") -> str:
@@ -131,6 +135,7 @@ def test_a_user_answers_with_one_message(vocabulary):
         (LLAMA, "tool", []),  # it strips turns
         (AFTER_CALLS, "tool", []),
         (chatml(LATER_THOUGHT), "tool", []),
+        (chatml(PARTED), "tool", []),
         (chatml(LATER_THOUGHT, begun="<think>{{ '\n' }}"), "tool", []),
         (chatml(begun=EMPTY), "tool", [EMPTY_BLOCKS]),
         (chatml(LATER_THOUGHT, begun=EMPTY), "user", [EMPTY_BLOCKS]),
@@ -141,12 +146,6 @@ def test_turns_that_a_template_shows_as_they_were_are_silent_and_empty_thinking_
     vocabulary, template, role, doubts
 ):
     assert bridges(vocabulary, template, role=role).doubts == doubts
-
-
-PARTED = (
-    "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '' }}"
-    "{{ m.content.split('</think>')[-1] }}"
-)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +173,6 @@ def test_a_template_that_rewrites_turns_is_refused_unless_they_are_kept(vocabula
     assert "\n" not in str(caught.value)
     kept = bridges(vocabulary, template, role=role, history="kept")
     assert kept.turn_end == vocabulary.tokenizer.eos_token_id
-
-
-def test_thinking_that_a_template_shows_as_a_part_of_its_own_is_no_rewriting(vocabulary):
-    assert bridges(vocabulary, chatml(PARTED)).doubts == []
 
 
 @pytest.mark.parametrize("history", ["exact", "kept"])

@@ -57,17 +57,3 @@ class Timely(Again):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         return f"{time.time_ns() % 10**9}+2=", *super().step(action)[1:]
-
-
-def add(first: int, second: int) -> int:
-    """Add two numbers.
-
-    Args:
-        first: A number.
-        second: Another one.
-    """
-    return first + second
-
-
-def undocumented(item: str) -> str:
-    return item
