@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from spot_async.base import wire
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
@@ -103,11 +102,6 @@ def test_an_evaluation_is_told_at_the_same_iteration_however_long_it_took(max_st
     assert told[0] == told[1] == told[2]
     steps = [iteration - max_staleness for iteration in range(6)]
     assert told[0] == [{"evaluation/avg@8": step / 100} if step > 0 and step % 2 == 0 else {} for step in steps]
-
-
-def test_one_that_only_listens_trains_the_same_to_the_byte() -> None:
-    plain = run(OpdPolicy(OpdPolicy.Settings(), policy_context()))  # type: ignore[arg-type]
-    assert wire.encode(run(Observes()).batches) == wire.encode(plain.batches)
 
 
 NEVER_ENDS = """

@@ -94,10 +94,13 @@ def test_problems_that_nobody_solves_end_the_run_with_its_line(
     monkeypatch.syspath_prepend(str(RECIPES))
     rows = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines()
     unsolved = write(tmp_path, [json.loads(row) | {"answer": "99"} for row in rows])
-    keys = [f"run.directory={tmp_path / 'run'}", *KEYS, f"data.train={unsolved}", "training.refill_at_most=1"]
+    keys = [f"run.directory={tmp_path / 'run'}", *KEYS, f"data.train={unsolved}", "training.refill_at_most=2"]
     done = CliRunner().invoke(app, ["train", str(RECIPES / "dapo.yaml"), *keys, "policy.samples=2"])
     assert done.exit_code != 0
-    said = r"error: (\d+) prompts in a row taught nothing \(policy Dapo\), more than training\.refill_at_most=1 batches"
+    said = (
+        r"error: (\d+) prompts in a row taught nothing \(policy Dapo\), more than training\.refill_at_most=2 batches: "
+        r"raise it, or choose problems that are sometimes solved"
+    )
     found = re.search(said, " ".join(done.output.split()))
     assert found is not None, done.output
-    assert 8 < int(found[1]) <= 16
+    assert 16 < int(found[1]) <= 24

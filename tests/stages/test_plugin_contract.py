@@ -168,11 +168,6 @@ def with_terms(sample: Any, **terms: Any) -> Any:
             "policy Revises.revise returned a list with a str in it; return a list",
         ),
         (
-            Revises(lambda batch: [with_terms(each, behavior_logprobs=np.zeros(9)) for each in batch.samples]),
-            None,
-            "policy Revises.revise changed behavior_logprobs of p0; change terms alone, and return samples in",
-        ),
-        (
             Revises(lambda batch: batch.samples[::-1]),
             None,
             "policy Revises.revise changed prompt_ordinal of p0; change terms alone, and return samples in",

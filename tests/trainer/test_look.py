@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from spot_async.base import wire
 from spot_async.terms import (
     cells,
-    difference,
     forward_kl,
     jsd,
     retargeted,
@@ -23,7 +22,6 @@ from spot_async.terms import (
     reverse_skew,
     skew,
     soft_targets,
-    weighted,
 )
 from spot_async.trainer import model as trainer_model
 from spot_async.trainer.batching import collate, told
@@ -31,7 +29,7 @@ from spot_async.trainer.divergence import Cells
 from spot_async.trainer.feed_check import check_arrays
 from spot_async.trainer.messages import Batch, Share, UpdateShare
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Divergence, Live, LiveRows, Pull, SoftTargets, Supervision
+from spot_async.types import Divergence, Live, LiveRows, Supervision
 
 TEMPERATURE = 0.8
 
@@ -161,29 +159,6 @@ def test_later_updates_make_no_pass_of_their_own_for_what_a_look_found(
     assert passes == 1 + 4 + 3 + 4
 
 
-def test_a_pull_and_its_difference_as_an_advantage_train_alike(
-    student: Path, make_trainer: Callable[..., StudentTrainer], supervision: Callable[..., Supervision], tmp_path: Path
-) -> None:
-    """Also where the samples are of older weights, and where a token has no policy term or no weight."""
-    some = np.arange(12) % 4 > 0
-    weights = (np.arange(9) % 3 > 0).astype(np.float32)
-    batch = [supervision(0, 7), supervision(1, 12, policy_mask=some), supervision(2, 9)]
-    (pull,) = batch[2].pulls
-    batch[2] = msgspec.structs.replace(batch[2], pulls=(msgspec.structs.replace(pull, weights=weights),))
-    training = {"behavior": "recomputed", "mini_batch_size": 1}
-    pulled, given = (make_trainer(student, tmp_path / name, **training) for name in ("pulled", "given"))
-    live = looked(given, batch)
-    differences = [difference(each.pulls[0], said) for each, said in zip(batch, live, strict=True)]
-    others = [
-        msgspec.structs.replace(each, pulls=(), advantages=advantages)
-        for each, advantages in zip(batch, differences, strict=True)
-    ]
-    for trainer, samples in ((pulled, batch), (given, others)):
-        trainer.train(Batch(0, tuple(samples)))
-    for one, other in zip(pulled.model.parameters(), given.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-
-
 KINDS = [
     *(None, forward_kl(), reverse_kl(), jsd(0.3), skew(0.1), reverse_skew(0.2)),
     *(forward_kl(is_conditional=True), Divergence(reverse=1.0, is_conditional=True, clip=0.3)),
@@ -192,7 +167,9 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("has_tail", [True, False])
-def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(kind: Any, has_tail: bool) -> None:
+def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(
+    supervision: Callable[..., Supervision], kind: Any, has_tail: bool
+) -> None:
     generator = np.random.default_rng(3)
     logprobs = np.log(generator.dirichlet(np.full(9, 0.4), size=5)).astype(np.float32)
     student = np.log(generator.dirichlet(np.full(9, 0.4), size=5))
@@ -204,7 +181,7 @@ def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(kind: 
     rows = LiveRows(logprobs=theirs.astype(np.float32), tail_logprobs=rest.astype(np.float32))
     log_p, log_q = cells(targets, rows)
 
-    batch = collate([of_targets(targets)], is_packed=True)
+    batch = collate([supervision(0, 5, targets)], is_packed=True)
     given = torch.from_numpy(rows.logprobs), torch.from_numpy(rows.tail_logprobs)
     found = Cells.of(batch.soft, *given)
     width = log_p.shape[1]
@@ -214,26 +191,7 @@ def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(kind: 
     np.testing.assert_allclose(log_p, found.log_p[:, :width], atol=1e-4)
 
     moved = retargeted(targets, (log_p + log_q) / 2)
-    check_arrays(of_targets(moved), 9)
+    check_arrays(supervision(0, 5, moved), 50)
     total = moved.probabilities.sum(axis=1) + (0 if moved.tails is None else moved.tails)
     np.testing.assert_allclose(total, 1, atol=1e-6)
     np.testing.assert_allclose(retargeted(targets, log_p).probabilities, targets.probabilities, atol=1e-6)
-
-
-def of_targets(targets: SoftTargets) -> Supervision:
-    return Supervision(
-        prompt_ordinal=0,
-        problem_id="p0",
-        prompt_ids=np.zeros(1, np.int32),
-        response_ids=np.zeros(5, np.int32),
-        behavior_logprobs=np.zeros(5, np.float32),
-        version=None,
-        soft_targets=(targets,),
-    )
-
-
-def test_a_weight_of_0_stays_0_where_the_factor_is_not_known() -> None:
-    weights = np.array([0.5, 0, 1, 0], np.float32)
-    model = Pull(logprobs=np.zeros(4, np.float32), weights=weights)
-    found = weighted(model, np.array([2, np.nan, 0.5, np.nan])).weights
-    np.testing.assert_array_equal(found, np.array([1, 0, 0.5, 0], np.float32))

@@ -292,54 +292,6 @@ def test_cells_of_narrow_rows_do_not_count_tokens_that_fill_them() -> None:
 # Pulls
 
 
-def pulled(supervision: Any, *pulls: Pull, **arrays: Any) -> Supervision:
-    sample: Supervision = supervision(1, 6, pulls=pulls, **arrays)
-    return sample
-
-
-def computed(sample: Supervision, behavior: Any = None) -> list[float]:
-    batch = collate([sample], is_packed=False)
-    if behavior is not None:
-        batch = batch.with_behavior(torch.tensor(behavior)[None])
-    found: list[float] = batch.advantages[0].tolist()
-    return found
-
-
-LOGPROBS = np.array([-1.0, -2.0, -0.5, -3.0, -8.0, -1.5], np.float32)
-
-
-def test_a_plain_pull_is_the_difference_to_the_behaviour_and_one_of_weight_0_is_nothing(supervision: Any) -> None:
-    plain = pulled(supervision, pull(LOGPROBS))
-    assert computed(plain) == (LOGPROBS - plain.behavior_logprobs).tolist()
-    assert computed(pulled(supervision, pull(LOGPROBS), pull(LOGPROBS - 1, 0.0))) == computed(plain)
-
-
-def test_pulls_of_opposite_weights_cancel_the_behaviour_so_that_nothing_can_go_stale(supervision: Any) -> None:
-    both = pulled(supervision, pull(LOGPROBS, 2.0), pull(LOGPROBS - 1, -2.0))
-    other = both.behavior_logprobs - 1.7
-    assert computed(both) == pytest.approx([2.0] * 6, abs=1e-5)
-    assert computed(both, other) == pytest.approx([2.0] * 6, abs=1e-5)
-
-
-@pytest.mark.parametrize("is_recomputed", [False, True])
-def test_limits_weights_masks_and_given_advantages_act_on_the_recomputed_difference(
-    supervision: Any, is_recomputed: bool
-) -> None:
-    weights, given_part = np.linspace(-1, 2, 6, dtype=np.float32), np.arange(6, dtype=np.float32)
-    mask = np.arange(6) != 2
-    sample = pulled(
-        supervision,
-        pull(LOGPROBS, weights, clip=(-0.5, np.inf)),
-        pull(LOGPROBS + 0.3, clip=(-np.inf, 0.1)),
-        advantages=given_part,
-        policy_mask=mask,
-    )
-    behavior = (sample.behavior_logprobs + 0.8 * is_recomputed).astype(np.float32)
-    expected = given_part + weights * np.maximum(LOGPROBS - behavior, -0.5) + np.minimum(LOGPROBS + 0.3 - behavior, 0.1)
-    found = computed(sample, behavior if is_recomputed else None)
-    assert found == pytest.approx(np.where(mask, expected, 0.0).tolist(), abs=1e-5)
-
-
 def test_a_pull_leaves_out_the_tokens_that_the_teacher_was_not_asked_about() -> None:
     scores = token_scores([-0.5, -0.5], valid=np.array([True, False]))
     assert pull(scores, 3.0).weights is not None
