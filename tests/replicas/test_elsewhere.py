@@ -31,7 +31,7 @@ def running(word: str, model: Path) -> set[int]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            line = entry.read_text()
+            line = entry.read_text(errors="replace")  # others' may be of any bytes
         except OSError:  # it ended meanwhile
             continue
         if word in line and str(model) in line:

@@ -89,7 +89,7 @@ def interface_within(namespace: str, address: str) -> str:
 def command_lines() -> Iterator[tuple[int, str]]:
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            yield int(entry.parent.name), entry.read_text()
+            yield int(entry.parent.name), entry.read_text(errors="replace")
 
 
 @needs_root
