@@ -308,11 +308,12 @@ def _place(url: httpx.URL) -> str:
 
 
 def _session(route: Route) -> aiohttp.ClientSession:
-    tcp = functools.partial(aiohttp.TCPConnector, ssl=route.verify)
     kept: dict[str, Any] = {"keepalive_timeout": IDLE_S} if route.keeps_open else {"force_close": True}
-    connector = (functools.partial(aiohttp.UnixConnector, route.uds) if route.uds else tcp)(limit=0, **kept)
-    make: type[ResponseHandler] = _Connection
-    connector._factory = functools.partial(make, asyncio.get_running_loop())
+    if route.uds:
+        connector: aiohttp.BaseConnector = aiohttp.UnixConnector(route.uds, limit=0, **kept)
+    else:
+        connector = aiohttp.TCPConnector(limit=0, ssl=route.verify, **kept)
+    connector._factory = functools.partial(_Connection, asyncio.get_running_loop())  # type: ignore[assignment]
     return aiohttp.ClientSession(
         connector=connector,
         proxy=None if route.proxy is None else str(route.proxy.url),

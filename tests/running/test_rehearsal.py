@@ -1,4 +1,4 @@
-"""A policy is rehearsed before anything starts: what that finds, what it cannot try, and that it harms no run."""
+"""A policy is rehearsed before anything starts: what that finds, what it cannot see, and that it harms no run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def line_of(fault: str) -> str:
     return f", at {SOURCE}:{next(n for n, line in enumerate(lines, 1) if n > first and line.endswith('# at fault'))}"
 
 
-FOUND = [
+TEN = [
     ("WrongAttribute", "policy WrongAttribute.supervise raised AttributeError: 'TokenScores' object has no", True),
     ("ChangedInPlace", "policy ChangedInPlace.supervise raised AttributeError: immutable type: 'Supervision'", True),
     ("AsksUnstated", "policy AsksUnstated.supervise: the policy asks for what its needs do not state: reference", True),
@@ -62,11 +62,16 @@ FOUND = [
     ("ChangesResponse", "policy ChangesResponse.revise changed response_ids of ", False),
     ("NeedsTooMuch", "policy.kind=faulty_policies:NeedsTooMuch: its top-k=100: lower it to 48, which is how", False),
     ("StatesTooLittle", "more than its needs state: raise PolicyNeeds.term_bytes_per_token by as many", False),
+]
+MORE = [
     ("ChangedArray", "raised ValueError: assignment destination is read-only", True),
+    ("ForgetsAwait", "policy ForgetsAwait.supervise raised AttributeError: 'coroutine' object has no attribute", True),
+    ("MasksNoForeign", "have a policy term, and no student sampled them: set policy_mask to false there", False),
+    ("DividesByNothing", "is wrong: advantages hold what is no finite number", False),
 ]
 
 
-@pytest.mark.parametrize(("fault", "said", "has_line"), FOUND)
+@pytest.mark.parametrize(("fault", "said", "has_line"), [*TEN, *MORE])
 def test_a_fault_is_found_before_a_server_starts_by_the_line_of_the_run(fault: str, said: str, has_line: bool) -> None:
     with pytest.raises(ConfigError) as refused:
         rehearsed(fault)
@@ -76,10 +81,17 @@ def test_a_fault_is_found_before_a_server_starts_by_the_line_of_the_run(fault: s
     assert not has_line or line_of(fault) in line
 
 
+@pytest.mark.parametrize("fault", ["KnowsTwoVerdicts", "KnowsShortResponses"])
+def test_what_it_cannot_see(fault: str) -> None:
+    """Verdicts other than right and wrong, and responses longer than twelve tokens."""
+    assert rehearsed(fault) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
         ("WaitsForSocket", "it waits for something that is no stage, or without end"),
+        ("WaitsForOthers", "it waits for something that is no stage, or without end"),
         ("Polls", "it waits for something that is no stage, or without end"),
         ("AsksForEver", "it waits for something that is no stage, or without end"),
         ("TeachesNothing", "none of its samples was trained on"),

@@ -1,4 +1,4 @@
-"""Policies of somebody else's, each with one fault: what a rehearsal finds of them, and what cannot be rehearsed."""
+"""Policies of somebody else's, each with one fault: what a rehearsal finds of them, and what it cannot see."""
 
 from __future__ import annotations
 
@@ -116,6 +116,50 @@ class StatesTooLittle(Whole):
     stated: ClassVar = {"term_bytes_per_token": spot.row_bytes(1)}
 
 
+class ForgetsAwait(Whole):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        rollout = stages.rollout()
+        rollout.close()  # it would be told that nobody awaited it
+        return rollout.token_ids  # at fault
+
+
+class MasksNoForeign(Whole):
+    stated: ClassVar = {**Whole.stated, "teacher_responses": 1}
+
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        sample = await self.sample(prompt, stages, await stages.teacher_response())
+        return [spot.revised(sample, policy_mask=None)]
+
+
+class DividesByNothing(Whole):
+    stated: ClassVar = {**Whole.stated, "samples_per_prompt": 2}
+
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        rollouts = await spot.gather(stages.rollout(n=n) for n in range(2))
+        rewards = np.array([(await stages.verify(each.token_ids)).reward for each in rollouts])
+        with np.errstate(invalid="ignore"):
+            shares = (rewards - rewards.mean()) / rewards.std()  # NaN where both are right, or wrong
+        return [
+            await self.sample(prompt, stages, each, advantages=np.full(len(each.token_ids), share, np.float32))
+            for each, share in zip(rollouts, shares, strict=True)
+        ]
+
+
+class KnowsTwoVerdicts(Whole):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        rollout = await stages.rollout()
+        judged = await stages.verify(rollout.token_ids)
+        share = {spot.Verdict.CORRECT: 1.0, spot.Verdict.WRONG: -1.0}[judged.verdict]  # there are four more
+        return [await self.sample(prompt, stages, rollout, advantages=np.full_like(rollout.logprobs, share))]
+
+
+class KnowsShortResponses(Whole):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        rollout = await stages.rollout()
+        assert len(rollout.token_ids) < 100
+        return [await self.sample(prompt, stages, rollout)]
+
+
 class WaitsForSocket(Whole):
     async def supervise(self, prompt: Any, stages: Any) -> Any:
         ours, theirs = socket.socketpair()
@@ -123,6 +167,12 @@ class WaitsForSocket(Whole):
             ours.setblocking(False)
             async with asyncio.timeout(1.0):  # which must not pass on virtual time, as no answer could come
                 await asyncio.get_running_loop().sock_recv(ours, 1)
+        return []
+
+
+class WaitsForOthers(Whole):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        await asyncio.Event().wait()
         return []
 
 
