@@ -49,6 +49,8 @@ if __name__ == "__main__":
         case "raise": raise ValueError("a reason")
         case "signal": os.kill(os.getpid(), int(sys.argv[2]))
         case "stay": time.sleep(600)
+        case "work":
+            while time.process_time() < 1.0: pass
 """
 
 
@@ -270,7 +272,7 @@ from spot_async.base.processes.child import ChildProcess
 async def main():
     folder = Path(sys.argv[1])
     for name in ("a", "b"):
-        command = [sys.executable, "-m", "program", "stay"]
+        command = [sys.executable, "-m", "program", *(sys.argv[2:] or ["stay"])]
         child = await ChildProcess.start(name, command, log_path=folder / f"{name}.log")
         print(child.pid, flush=True)
     print(NURSERY._process.pid, flush=True)
@@ -317,3 +319,13 @@ async def test_a_child_ends_that_had_just_begun_when_all_was_killed(begin, tmp_p
     owner.wait(60)
     owner.stdout.close()
     assert await gone(pids)
+
+
+def test_the_cpu_time_of_forked_children_is_that_of_who_began_the_nursery(begin, tmp_path):
+    """As `time spot-async train` and a scheduler's bill count it."""
+    used = (
+        "import atexit, resource\natexit.register(lambda: print(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])))"
+    )
+    command = [sys.executable, "-c", used + OWNER, str(tmp_path), "work"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert float(done.stdout.splitlines()[-1]) > 0.9  # without the nursery's it would be 0

@@ -14,6 +14,7 @@ where no GPU is visible.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import gc
 import importlib
@@ -120,7 +121,7 @@ class Nursery:
     def __init__(self) -> None:
         self._orders: socket.socket | None = None
         self._programs: Collection[str] = ()
-        self._process: subprocess.Popen[bytes]  # kept, or Python would look after it when it is deleted
+        self._process: subprocess.Popen[bytes]
 
     def begin(self, programs: Collection[str], imports: Sequence[str]) -> None:
         """Start the nursery, which imports modules and then forks `programs`. Do nothing where forks do not work.
@@ -148,10 +149,13 @@ class Nursery:
                 start_new_session=True,
             )
         self._orders, self._programs = ours, frozenset(programs)
+        atexit.register(self.end)
 
     def end(self) -> None:
         """End the nursery, and children that it has. From then on programs are started as without it."""
         if self._orders is not None:
+            self._process.kill()
+            self._process.wait()  # so that its children's CPU time is that of a child of ours
             self._orders.close()
             self._orders = None
 
