@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
@@ -17,6 +18,7 @@ import sys
 LOOPBACK = "127.0.0.1"
 _SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses of this machine's interfaces
 _INTERFACES_BYTES = 40 * 256  # of the answer: an interface takes 40
+_full_name = functools.cache(socket.getfqdn)  # a name server may be asked for it, and may take seconds to answer
 
 
 def is_loopback(host: str) -> bool:
@@ -32,7 +34,7 @@ def is_no_page(host: str) -> bool:
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
-        return host.lower() in {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+        return host.lower() in {"localhost", socket.gethostname().lower()} or host.lower() == _full_name().lower()
 
 
 def host_of(authority: str) -> str:

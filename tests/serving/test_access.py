@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,6 +72,24 @@ def test_what_a_web_page_can_have_sent_is_not_answered(request_: Any, status: in
     v1 = Api("/v1", {}, lambda error: Response())
     refusal = Access(Credentials(), is_local=True, other_api=v1).refusal(*request_)
     assert (refusal and refusal.status) == status
+
+
+def test_no_name_server_is_asked_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none answers, that takes seconds, in which the server does nothing else."""
+    asked = []
+
+    def ask(name: str) -> tuple[str, list[str], list[str]]:
+        asked.append(name)
+        return name, [], []
+
+    monkeypatch.setattr(socket, "gethostbyaddr", ask)
+    access = Access(Credentials(), is_local=True)
+    for host in ("localhost", f"{socket.gethostname()}:8000", "127.0.0.1:8000", "[::1]"):
+        assert access.refusal("GET", "/health", {"host": host}) is None
+    assert not asked
+    for host in ("page.example", "other.example", "page.example:8000"):
+        assert access.refusal("GET", "/health", {"host": host}) is not None
+    assert len(asked) <= 1  # none, if another test has asked
 
 
 @pytest.mark.parametrize(("shown", "status"), [(KEY, None), ({}, 401), ({"authorization": "secret"}, 401)])
