@@ -155,7 +155,7 @@ class Nursery:
         """End the nursery, and children that it has. From then on programs are started as without it."""
         if self._orders is not None:
             self._process.kill()
-            self._process.wait()  # so that its children's CPU time is that of a child of ours
+            self._process.wait()  # or nobody would count its CPU time and its children's
             self._orders.close()
             self._orders = None
 
