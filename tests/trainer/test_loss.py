@@ -8,7 +8,9 @@ import torch
 
 from spot_async.trainer.divergence import soft_target_loss
 from spot_async.trainer.loss import (
+    LossTerms,
     clipped_policy_loss,
+    minibatch_share,
     mismatch_statistics,
     ratio_statistics,
     reference_kl,
@@ -186,3 +188,21 @@ def test_reference_kl_is_the_k3_estimate_and_averages_to_the_kl():
     # Close policies: 1e-5 nats apart is a KL of 5e-11, which naive float32 arithmetic loses altogether.
     close = reference_kl(torch.tensor([-0.5]), torch.tensor([-0.5 + 2**-16]))
     assert close.item() == pytest.approx(2**-33, rel=0.01)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+def test_a_micro_batch_of_padding_alone_adds_nothing_and_parts_carry_no_gradient(aggregation):
+    losses = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    none = torch.zeros(0)
+    terms = LossTerms(
+        mask=torch.zeros(2, 3, dtype=torch.bool),
+        policy=losses,
+        reference_coefficient=0.0,
+        branch=none,
+        branch_weights=none,
+        branch_rows=none.long(),
+    )
+    total, *parts = minibatch_share(terms, aggregation=aggregation, minibatch_trajectories=4, minibatch_tokens=10)
+    assert total.item() == 0.0
+    assert not gradient(total, losses).any()
+    assert not any(part.requires_grad for part in parts)
