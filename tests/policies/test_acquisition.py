@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from whole_distributions import log_softmax
 
 from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import probeable_tokens, score_positions, select_positions
@@ -17,58 +18,21 @@ VARIANTS = ("H", "HC", "HG", "HC-Mass", "Full")
 EXAMPLES = settings(max_examples=60)
 
 
-def log_softmax(logits):
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def dense_reference(teacher_logits, student_logits, k, lambda_mass, lambda_shape):
-    """Every quantity of one position, spelt out over the full vocabulary in plain Python floats."""
-    teacher = [math.exp(x) for x in log_softmax(teacher_logits)]
-    student = [math.exp(x) for x in log_softmax(student_logits)]
-    candidates = sorted(range(len(teacher)), key=lambda v: -teacher[v])[:k]
-    entropy = -sum(p * math.log(p) for p in teacher if p > 0)
-    mass = sum(teacher[v] for v in candidates)
-    coverage = sum(student[v] for v in candidates)
-    divergence = 0.0
-    for v in candidates:
-        p, q = teacher[v] / mass, student[v] / coverage
-        middle = (p + q) / 2
-        divergence += 0.5 * p * math.log2(p / middle) if p > 0 else 0.0
-        divergence += 0.5 * q * math.log2(q / middle) if q > 0 else 0.0
-    gap = lambda_mass * (1 - coverage) + lambda_shape * divergence
-    normalized = entropy / math.log(len(teacher))
-    return candidates, {
-        "raw_entropy": entropy,
-        "entropy": normalized,
-        "mass": mass,
-        "coverage": coverage,
-        "divergence": divergence,
-        "gap": gap,
-        "H": normalized,
-        "HC": normalized * mass,
-        "HG": normalized * gap,
-        "HC-Mass": normalized * mass * (1 - coverage),
-        "Full": normalized * mass * gap,
-    }
-
-
-def random_policies(seed, positions, vocab_size, k, lambda_mass=0.5):
+@pytest.fixture(scope="module")
+def random_policies(dense_scores):
     """Teacher and student rows as a server would give them, and the dense reference of each position."""
-    rng = np.random.default_rng(seed)
-    scale = rng.uniform(0.2, 6.0, size=(positions, 1))
-    teacher_logits = scale * rng.standard_t(3, size=(positions, vocab_size))
-    student_logits = 0.7 * teacher_logits + scale * rng.normal(size=(positions, vocab_size))
-    reference = [
-        dense_reference(t, s, k, lambda_mass, 1 - lambda_mass)
-        for t, s in zip(teacher_logits, student_logits, strict=True)
-    ]
-    candidates = np.array([ids for ids, _ in reference]).reshape(positions, k)
-    return (
-        np.take_along_axis(log_softmax(teacher_logits), candidates, axis=-1),
-        np.take_along_axis(log_softmax(student_logits), candidates, axis=-1),
-        {name: np.array([row[name] for _, row in reference]) for name in reference[0][1]},
-    )
+
+    def make(seed, positions, vocab_size, k, lambda_mass=0.5):
+        rng = np.random.default_rng(seed)
+        scale = rng.uniform(0.2, 6.0, size=(positions, 1))
+        logits = scale * rng.standard_t(3, size=(positions, vocab_size))
+        teacher, student = map(log_softmax, (logits, 0.7 * logits + scale * rng.normal(size=logits.shape)))
+        candidates = np.argsort(-teacher, axis=-1)[:, :k]
+        reference = dense_scores(teacher, student, k, lambda_mass)
+        rows = [np.take_along_axis(each, candidates, axis=-1) for each in (teacher, student)]
+        return *rows, reference | {"raw_entropy": reference["entropy"] * math.log(vocab_size)}
+
+    return make
 
 
 @EXAMPLES
@@ -80,7 +44,9 @@ def random_policies(seed, positions, vocab_size, k, lambda_mass=0.5):
     lambda_mass=st.floats(0, 1),
     variant=st.sampled_from(VARIANTS),
 )
-def test_every_quantity_matches_the_dense_reference(seed, positions, vocab_size, k, lambda_mass, variant):
+def test_every_quantity_matches_the_dense_reference(
+    random_policies, seed, positions, vocab_size, k, lambda_mass, variant
+):
     k = min(k, vocab_size)
     teacher, student, reference = random_policies(seed, positions, vocab_size, k, lambda_mass)
 
@@ -99,7 +65,7 @@ def test_every_quantity_matches_the_dense_reference(seed, positions, vocab_size,
     np.testing.assert_allclose(scores.score, reference[variant], atol=1e-9)
 
 
-def test_float32_log_probabilities_keep_every_part_within_1e_6_and_in_range():
+def test_float32_log_probabilities_keep_every_part_within_1e_6_and_in_range(random_policies):
     teacher, student, reference = random_policies(seed=3, positions=200, vocab_size=16, k=16)
     scores = score_positions(
         teacher.astype(np.float32), student.astype(np.float32), reference["raw_entropy"].astype(np.float32), 16
@@ -112,7 +78,7 @@ def test_float32_log_probabilities_keep_every_part_within_1e_6_and_in_range():
     assert scores.score.min() >= 0.0
 
 
-def test_defaults_are_the_papers_full_score_with_equal_lambdas():
+def test_defaults_are_the_papers_full_score_with_equal_lambdas(random_policies):
     teacher, student, reference = random_policies(seed=5, positions=4, vocab_size=40, k=16)
     np.testing.assert_allclose(
         score_positions(teacher, student, reference["raw_entropy"], 40).score, reference["Full"], atol=1e-9
@@ -309,7 +275,7 @@ def test_sentencepiece_style_blanks_and_byte_tokens_are_told_apart():
     assert [piece for piece, ok in zip(pieces, allowed, strict=True) if ok] == ["▁the", "<0xE2>", "x"]
 
 
-def test_order_of_candidates_does_not_matter():
+def test_order_of_candidates_does_not_matter(random_policies):
     teacher, student, reference = random_policies(seed=11, positions=1, vocab_size=12, k=3)
     results = [
         score_positions(teacher[:, order], student[:, order], reference["raw_entropy"], 12).score[0]

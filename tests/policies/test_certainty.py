@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from truncated_rows import PARTS, assert_held, teacher_rows, top
 
 from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
@@ -23,32 +24,15 @@ from spot_async.policies.truncated.score_bounds import (
 from spot_async.types import ScoredPositions
 
 VARIANTS = ("H", "HC", "HG", "HC-Mass", "Full")
-PARTS = ("entropy", "mass", "coverage", "divergence", "gap")
 PATTERNS = ("even", "signs", "apart")
-
-
-def top(logprobs, k):
-    """The k best of each row, as float32 over the wire."""
-    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
-    return ids, np.take_along_axis(logprobs, ids, -1).astype(np.float32)
 
 
 def served(teacher, student, sampled, *, teacher_k, student_k, teacher_noise=0.0, student_noise=0.0):
     """What servers would tell of these rows."""
-    ids, logprobs = top(teacher, teacher_k)
-    lower, upper = entropy_bounds(logprobs, teacher.shape[-1])
-    positions = np.arange(len(teacher))
-    rows = TeacherRows(
-        ids.astype(np.int64),
-        logprobs.astype(np.float64),
-        lower,
-        upper,
-        np.zeros(len(teacher), bool),
-        np.full(len(teacher), teacher_noise),
-        np.zeros(len(teacher)),
+    own = student[np.arange(len(student)), sampled].astype(np.float32)
+    return teacher_rows(teacher, teacher_k, teacher_noise), served_student(
+        *top(student, student_k), sampled, own, student_noise
     )
-    sampled_logprobs = student[positions, sampled].astype(np.float32)
-    return rows, served_student(*top(student, student_k), sampled, sampled_logprobs, student_noise)
 
 
 @settings(max_examples=150)
@@ -83,13 +67,7 @@ def test_every_interval_holds_what_the_whole_distributions_give(
     )
     bounds = score_bounds(*told, ScoreRule(k, vocab_size, lambda_mass, 1 - lambda_mass, variant))
     truth = dense_scores(teacher, student, k, lambda_mass)
-    asks_student = variant not in ("H", "HC")
-    for name, values in [(part, truth[part]) for part in PARTS[: 5 if asks_student else 2]] + [
-        ("score", truth[variant])
-    ]:
-        interval = getattr(bounds, name)
-        assert (interval.lower <= values).all(), name
-        assert (values <= interval.upper).all(), name
+    assert_held(bounds, truth, variant, *PARTS[: 2 if variant in ("H", "HC") else 5])  # two ask no student
 
 
 def test_intervals_are_tight_where_little_is_missing(heavy_tailed, dense_scores):
@@ -218,11 +196,7 @@ def test_impossible_tokens_and_places_a_server_left_empty_are_ordinary(dense_sco
         told = served(
             teacher, student, np.array([1, 0]), teacher_k=4, student_k=3, teacher_noise=noise, student_noise=noise
         )
-        bounds = score_bounds(*told, ScoreRule(3, 5))
-        for name, values in [*((part, truth[part]) for part in PARTS), ("score", truth["Full"])]:
-            interval = getattr(bounds, name)
-            assert (interval.lower <= values + 1e-12).all(), name
-            assert (values <= interval.upper + 1e-12).all(), name
+        assert_held(score_bounds(*told, ScoreRule(3, 5)), truth, "Full", off=1e-12)
     ids, logprobs = np.array([[3, 0]]), np.array([[math.log(0.2), -math.inf]])
     padded = served_student(ids, logprobs, np.array([4]), np.array([math.log(0.1)]), 0.0)
     assert padded.cap[0] == padded.missing[0] == pytest.approx(0.7, abs=1e-5)
@@ -247,21 +221,15 @@ def test_candidates_that_the_teacher_renames_are_asked_of_the_student_again(dens
     told = served(first, student, np.array([0]), teacher_k=4, student_k=5, teacher_noise=0.05, student_noise=0.01)
     evidence = Evidence(*told, ScoreRule(3, 6), 1, teacher_top_k=6, ask_student=True)
 
-    def holds() -> bool:
-        pairs = [(getattr(evidence.bounds, part), truth[part]) for part in PARTS] + [
-            (evidence.bounds.score, truth["Full"])
-        ]
-        return all(interval.lower <= value + 1e-7 and value - 1e-7 <= interval.upper for interval, value in pairs)
-
-    assert holds()
+    assert_held(evidence.bounds, truth, "Full", off=1e-7)
     assert evidence.teacher.ids[0, :3].tolist() == [0, 1, 3]
     evidence.take_student(np.array([0]), student[:, [0, 1, 3]])
-    assert holds()
+    assert_held(evidence.bounds, truth, "Full", off=1e-7)
     ids, logprobs = top(teacher, 6)
     entropy = -(np.exp(teacher) * teacher).sum(-1)
     reply = ScoredPositions(topk_ids=ids, topk_logprobs=logprobs, entropy_lower=entropy, entropy_upper=entropy)
     evidence.take_teacher(np.array([0]), reply, 6)
-    assert holds()
+    assert_held(evidence.bounds, truth, "Full", off=1e-7)
     assert not evidence.student.is_exact_at(evidence.teacher.ids[:, :3]).any()
     evidence.take_student(np.array([0]), student[:, [0, 1, 2]])
     assert evidence.bounds.score.lower[0] == evidence.bounds.score.upper[0] == pytest.approx(truth["Full"][0], abs=1e-6)

@@ -8,32 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from truncated_rows import PARTS, teacher_rows, top
 
-from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.intervals import Interval, gap_bounds
 from spot_async.policies.truncated.score_bounds import (
     ScoreRule,
-    TeacherRows,
     asked_student,
     score_bounds,
     served_student,
 )
-
-PARTS = ("entropy", "mass", "coverage", "divergence", "gap")
-
-
-def top(logprobs, k):
-    """The k best of each row, as float32 over the wire."""
-    ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :k]
-    return ids, np.take_along_axis(logprobs, ids, -1).astype(np.float32)
-
-
-def teacher_rows(logprobs, top_k, noise):
-    ids, told = top(logprobs, top_k)
-    bounds, rows = entropy_bounds(told, logprobs.shape[-1]), len(ids)
-    return TeacherRows(ids, told.astype(float), *bounds, np.zeros(rows, bool), np.full(rows, noise), np.zeros(rows))
 
 
 def test_a_candidate_far_smaller_than_the_others_is_not_lost_beside_them():
