@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from only_teacher import only
+from recorder import Recorder
 from several_teachers import AsksAll
 
 from spot_async.base.tasks import root_cause
@@ -15,28 +16,12 @@ from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services, StagesSettings, TeacherService, stage_server
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
+from spot_async.testing.services import VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
 from spot_async.types import PolicyNeeds
 
 RESPONSE = np.array([5, 6, 1], np.int32)
 NEEDS = PolicyNeeds(teachers=("math", "code"), teacher_top_k=3, teacher_responses=1, teacher_candidates=True)
-
-
-class Noted:
-    """A teacher that notes the tokens that it is asked about and the settings by which it writes."""
-
-    def __init__(self):
-        self.scored, self.written = [], []
-
-    async def score(self, request, *, top_k):
-        self.scored.append(request.response_ids.tolist())
-        tokens = len(request.response_ids)
-        return token_scores(np.zeros(tokens), topk_ids=np.tile([[6, 2, 8]], (tokens, 1)))
-
-    async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
-        self.written.append(sampling)
-        return generation([9, 8])
 
 
 def ending(*ends):
@@ -54,23 +39,23 @@ def bound(math, code, **services):
 
 
 async def test_each_is_asked_by_its_name_and_ends_responses_as_it_does_itself():
-    math, code = Noted(), Noted()
+    math, code = Recorder(), Recorder(says=(9, 8))
     stages = bound(math, code)
     of_math = await stages.score(RESPONSE, top_k=3, teacher="math")
     of_code = await stages.score(RESPONSE, top_k=3, teacher="code")
     assert (math.scored, code.scored) == ([[5, 6, 2]], [[5, 6, 8]])
-    assert (of_math.topk_ids[0].tolist(), of_code.topk_ids[0].tolist()) == ([6, 1, 8], [6, 2, 1])
+    assert (of_math.topk_ids[0].tolist(), of_code.topk_ids[0].tolist()) == ([6, 1, 2], [6, 2, 8])
     written = await stages.teacher_response(teacher="code")
     assert written.token_ids.tolist() == [9, 1]  # 8 is how it ends
-    assert set(code.written[0].stop_token_ids) == {1, 2, 8}  # a student may end as any of its teachers does
+    assert set(code.generated[0][1].stop_token_ids) == {1, 2, 8}  # a student may end as any of its teachers does
 
 
 async def test_what_they_write_is_sampled_with_seeds_of_their_own():
-    math, code = Noted(), Noted()
+    math, code = Recorder(), Recorder()
     stages = bound(math, code)
     await stages.teacher_response(teacher="math")
     await stages.teacher_response(teacher="code")
-    assert math.written[0].seed != code.written[0].seed
+    assert math.generated[0][1].seed != code.generated[0][1].seed
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,7 @@ async def test_what_they_write_is_sampled_with_seeds_of_their_own():
 )
 async def test_a_name_that_nobody_has_is_refused_in_one_line(name, line):
     with pytest.raises(ContractError, match=line):
-        await bound(Noted(), Noted()).score(RESPONSE, top_k=1, teacher=name)
+        await bound(Recorder(), Recorder()).score(RESPONSE, top_k=1, teacher=name)
 
 
 def test_a_policy_that_names_a_teacher_where_there_is_one_is_told_so():
@@ -96,7 +81,7 @@ def test_a_policy_that_names_a_teacher_where_there_is_one_is_told_so():
 async def test_answers_are_kept_for_each_by_itself(tmp_path):
     async with ScoreCache(tmp_path / "cache") as cache:
         for _ in range(2):
-            math, code = Noted(), Noted()
+            math, code = Recorder(), Recorder()
             stages = bound(math, code, kept=KeptScores(cache, b"math"), kept_of_code=KeptScores(cache, b"code"))
             await stages.score(RESPONSE, top_k=3, teacher="math")
             await stages.score(RESPONSE, top_k=3, teacher="code")
@@ -109,7 +94,7 @@ def test_what_they_offer_together_is_what_each_offers():
         "teachers.math": capabilities(VOCAB_SIZE, max_top_k=20),
         "teachers.code": capabilities(VOCAB_SIZE, max_top_k=8, exact_entropy=False),
     }
-    together = bound(Noted(), Noted(), capabilities=offered).teacher
+    together = bound(Recorder(), Recorder(), capabilities=offered).teacher
     assert (together.max_top_k, together.exact_entropy) == (8, False)
 
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from only_teacher import only
+from recorder import Recorder
 
 from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
@@ -28,14 +29,13 @@ from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import generation, token_scores
+from spot_async.testing.services import generation
 from spot_async.testing.simulation import simulated_services, simulated_vocabulary
 from spot_async.types import (
     Judgement,
     PolicyNeeds,
     Problem,
     Prompt,
-    ScoredPositions,
     Verdict,
     VersionSpan,
     WeightVersion,
@@ -43,51 +43,6 @@ from spot_async.types import (
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
-
-
-class Recorder:
-    """Every service at once; keeps what it was asked."""
-
-    def __init__(self, verdicts=()):
-        self.generated = []
-        self.sessions = []
-        self.scored = []
-        self.temperatures = []
-        self.verdicts = list(verdicts)
-        self.verified = 0
-        self.asked_versions = []
-
-    async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
-        self.generated.append((prompt_ids.tolist(), sampling))
-        self.sessions.append(session)
-        self.top_k = top_k
-        return generation([9])
-
-    async def score(self, request, *, top_k):
-        self.scored.append(request.response_ids.tolist())
-        self.temperatures.append(request.temperature)
-        tokens = len(request.response_ids)
-        return token_scores(np.zeros(tokens), topk_ids=np.tile([[6, 2, 1]], (tokens, 1)))
-
-    async def score_at(self, request, positions, *, top_k):
-        self.scored.append(request.response_ids.tolist())
-        self.temperatures.append(request.temperature)
-        topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(positions), 1))
-        zeros = np.zeros(len(positions), np.float32)
-        return ScoredPositions(
-            topk_ids=topk_ids,
-            topk_logprobs=np.zeros(topk_ids.shape, np.float32),
-            entropy_lower=zeros,
-            entropy_upper=zeros,
-        )
-
-    async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
-        self.temperatures.append(request.temperature)
-        self.asked_versions.append(expected_version)
-
-    async def verify(self, problem, text, *, deadline):
-        self.verified += 1
-        return self.verdicts.pop(0)
 
 
 def bound(
@@ -165,17 +120,6 @@ async def test_every_request_has_a_seed_of_its_own_that_follows_from_what_it_is(
     assert len({*first, *await seeds(run_seed=1), *await seeds(ordinal=5)}) == 15
 
 
-async def test_what_the_teacher_writes_is_seeded_apart_from_the_students_rollout():
-    recorder = Recorder()
-    stages = bound(recorder, teacher_responses=True)
-    await stages.rollout()
-    await stages.teacher_response()
-    (prompt, by_student), (same_prompt, by_teacher) = recorder.generated
-    assert prompt == same_prompt
-    assert by_student.seed != by_teacher.seed
-    assert (by_teacher.temperature, by_teacher.top_p, by_teacher.max_tokens) == (0.7, 0.9, 6)
-
-
 async def test_a_prefix_is_continued_in_the_room_that_it_leaves_until_an_end_or_a_stop():
     recorder = Recorder()
     stages = bound(recorder, teacher_responses=True)
@@ -236,17 +180,20 @@ async def test_what_a_response_continues_decides_its_seed_and_nothing_else_of_it
     recorder = Recorder()
     stages = bound(recorder, run_seed=3, teacher_responses=True)
     prompt, other = np.array([12, 13], np.int32), np.array([12, 14], np.int32)
-    kinds = [{}, {"n": 1}, {"prefix_ids": [5]}, {"prefix_ids": [6]}, {"prefix_ids": [5], "n": 1}]
+    kinds = [{}, {"n": 1}, {"n": 2}, {"prefix_ids": [5]}, {"prefix_ids": [6]}, {"prefix_ids": [5], "n": 1}]
     kinds += [{"prompt_ids": prompt}, {"prompt_ids": other}, {"prompt_ids": prompt, "prefix_ids": [5]}]
     kinds += [{"prompt_ids": np.array([5], np.int32)}]
     for more in ({}, {"max_tokens": 2, "stop": (8,)}):
         for kind in kinds:
             await stages.rollout(**kind, **more)
             await stages.teacher_response(**kind, **more)
-    seeds = [sampling.seed for _, sampling in recorder.generated]
+    settings = [sampling for _, sampling in recorder.generated]
+    seeds = [each.seed for each in settings]
     assert seeds[: len(seeds) // 2] == seeds[len(seeds) // 2 :]
     assert len({*seeds}) == 2 * len(kinds)
+    # A run's tokens stay the same from version to version.
     assert seeds[:2] == [derive_seed(3, PROMPT.ordinal, what) for what in ("rollout", "teacher response")]
+    assert [(each.temperature, each.top_p, each.max_tokens) for each in settings[:2]] == [(0.7, 0.9, 6)] * 2
 
 
 def written(response, most=6):
@@ -323,22 +270,14 @@ async def test_end_tokens_are_summed_only_where_the_students_was_replaced(respon
             self.asked = candidate_ids[0].tolist()
             return np.full(candidate_ids.shape, -1.0, np.float32)
 
-    class Cache:
-        def __init__(self):
-            self.keys = []
-
-        async def fetch(self, kind, key, ask, *, what):
-            self.keys.append(str(key))
-            return await ask()
-
-    recorder, cache = Summing(), Cache()
-    arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "kept_scores": cache}
+    recorder = Summing()
+    arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "kept_scores": recorder}
     scores = await bound(recorder, end_token="sum", **arguments).score(np.array(response, np.int32), top_k=1)
     assert recorder.asked == asked
     assert len(scores.logprobs) == len(response)
     assert max(scores.logprobs, default=0.0) <= 0  # also where rounding makes it more than certain
     await bound(recorder, end_token="replace", **arguments).score(np.array(response, np.int32), top_k=1)
-    assert len({*cache.keys}) == (1 if asked is None else 2)  # a kept score is one or the other
+    assert len({*map(repr, recorder.keys)}) == (1 if asked is None else 2)  # a kept score is one or the other
 
 
 async def test_the_tail_of_a_row_stays_what_is_left_of_it_where_ends_are_swapped_and_summed():
@@ -366,39 +305,24 @@ async def test_the_teachers_end_token_among_candidates_stands_for_the_students()
     assert scores.topk_ids.tolist() == [[6, 2, 1]] * 4
 
 
-async def test_missing_evidence_is_asked_for_once_more():
-    recorder = Recorder([Verdict.TIMEOUT, Verdict.CORRECT])
-    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.CORRECT, 1.0)
-    recorder = Recorder([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT])
-    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.TIMEOUT, None)
-    assert recorder.verified == 2
+GRADED = Judgement(Verdict.WRONG, 0.25, "one step of four")
+LATE, BABBLING = DeadlineExceededError("no worker was free"), PoisonedReplyError("verifier: cannot read the reply")
 
 
-async def test_a_judgement_that_cannot_be_read_is_missing_evidence():
-    class Babbling(Recorder):
-        async def verify(self, problem, text, *, deadline):
-            self.verified += 1
-            raise PoisonedReplyError("verifier: cannot read the reply")
-
-    recorder = Babbling()
-    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.ERROR)
-    assert recorder.verified == POISONED_ATTEMPTS
-
-
-async def test_a_verifiers_number_and_words_reach_the_policy():
-    judged = Judgement(Verdict.WRONG, 0.25, "one step of four")
-    assert await bound(Recorder([judged])).verify(RESPONSE) == judged
-
-
-async def test_a_verification_that_passes_its_deadline_is_missing_evidence():
-    class Busy(Recorder):
-        async def verify(self, problem, text, *, deadline):
-            self.verified += 1
-            raise DeadlineExceededError("no worker was free")
-
-    recorder = Busy()
-    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.TIMEOUT, None)
-    assert recorder.verified == 2
+@pytest.mark.parametrize(
+    ("answers", "judgement", "times"),
+    [
+        ([Verdict.TIMEOUT, Verdict.CORRECT], Judgement(Verdict.CORRECT, 1.0), 2),
+        ([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT], Judgement(Verdict.TIMEOUT, None), 2),
+        ([BABBLING] * 9, Judgement(Verdict.ERROR), POISONED_ATTEMPTS),
+        ([LATE] * 9, Judgement(Verdict.TIMEOUT, None), 2),
+        ([GRADED], GRADED, 1),  # with its own number and words
+    ],
+)
+async def test_missing_evidence_is_asked_for_once_more_and_a_judgement_reaches_the_policy(answers, judgement, times):
+    recorder = Recorder(*answers)
+    assert await bound(recorder).verify(RESPONSE) == judgement
+    assert recorder.verified == times
 
 
 async def test_all_log_probabilities_are_asked_for_at_the_rollouts_temperature():
@@ -438,16 +362,6 @@ async def test_only_a_student_that_is_updated_under_way_has_longer_than_its_stag
     await stages.score(RESPONSE, top_k=1)
     assert recorder.student_s - now_s == pytest.approx(StagesConfig().timeout_s + later_s, abs=5.0)
     assert recorder.teacher_s - now_s == pytest.approx(StagesConfig().timeout_s, abs=5.0)
-
-
-async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():
-    recorder = Recorder()
-    stages = bound(recorder, run_seed=3)
-    for n in range(3):
-        await stages.rollout(n=n)
-    first, *others = [sampling.seed for _, sampling in recorder.generated]
-    assert first == derive_seed(3, PROMPT.ordinal, "rollout")  # a run's tokens stay the same from version to version
-    assert len({first, *others}) == 3
 
 
 async def test_the_reference_scores_what_was_sampled_end_token_included():
@@ -583,6 +497,5 @@ async def test_a_rollout_carries_its_top_k_and_probes_none():
     recorder = Recorder()
     stages = bound(recorder)
     await stages.rollout(top_k=20)
-    assert recorder.top_k == 20
     await stages.probe(RESPONSE, 0, 10, n=0)
-    assert recorder.top_k == 0
+    assert recorder.top_k == [20, 0]

@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 from only_teacher import only
+from recorder import Recorder
 
 from spot_async.base.seeds import derive_seed
-from spot_async.base.tasks import root_cause
 from spot_async.config import SamplingConfig
 from spot_async.errors import PermanentError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.samples import student_sample
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import capabilities, generation, token_scores
+from spot_async.testing.services import capabilities
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_run, simulated_turn_ids
-from spot_async.types import ChatTurn, PolicyNeeds, Problem, Prompt, ScoredPositions
+from spot_async.types import ChatTurn, PolicyNeeds, Problem, Prompt
 
 PLAIN = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 OWN = Prompt(
@@ -29,41 +29,6 @@ CONTEXT = np.array([7, 7, 7, 7, 7, 7], np.int32)
 RESPONSE = np.array([5, 6, 1], np.int32)
 POSITIONS = np.array([1], np.int32)
 CHOSEN = np.array([[8]], np.int32)
-
-
-class Recorder:
-    """Student, teacher, reference and cache at once; keeps the prompt of each request."""
-
-    def __init__(self):
-        self.read = []
-        self.seeds = []
-        self.keys = []
-        self.top_k = []
-
-    async def generate(self, prompt_ids, sampling, **_):
-        self.read.append(prompt_ids.tolist())
-        self.seeds.append(sampling.seed)
-        return generation([9])
-
-    async def score(self, request, *, top_k):
-        self.read.append(request.prompt_ids.tolist())
-        self.top_k.append(top_k)
-        return token_scores(np.zeros(len(request.response_ids)))
-
-    async def score_at(self, request, positions, *, top_k):
-        self.read.append(request.prompt_ids.tolist())
-        none = np.zeros((1, 1), np.float32)
-        return ScoredPositions(
-            topk_ids=none.astype(np.int32), topk_logprobs=none, entropy_lower=none[0], entropy_upper=none[0]
-        )
-
-    async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
-        self.read.append(request.prompt_ids.tolist())
-        return np.zeros(candidate_ids.shape, np.float32)
-
-    async def fetch(self, kind, asked, ask, *, what):
-        self.keys.append([part.tolist() if isinstance(part, np.ndarray) else part for part in asked])
-        return await ask()
 
 
 def bound(recorder, prompt, said=None, **teacher):
@@ -152,7 +117,7 @@ async def test_a_kept_response_is_that_to_the_same_tokens_sampled_in_the_same_wa
     first, again, *others = recorder.keys
     assert first == again == [[3, 4], 0, 6, 1.0, [1], None, 1.0]
     assert len({repr(each) for each in (first, *others)}) == 6
-    assert len(set(recorder.seeds)) > 2
+    assert len({sampling.seed for _, sampling in recorder.generated}) > 2
 
 
 async def test_a_context_gives_the_teachers_response_a_seed_of_its_own_and_nothing_else_does():
@@ -161,7 +126,7 @@ async def test_a_context_gives_the_teachers_response_a_seed_of_its_own_and_nothi
     await bound(recorder, OWN).teacher_response()
     await bound(recorder, PLAIN).teacher_response(prompt_ids=CONTEXT)
     await bound(recorder, PLAIN).teacher_response(prompt_ids=CONTEXT[1:])
-    first, own, *others = recorder.seeds
+    first, own, *others = [sampling.seed for _, sampling in recorder.generated]
     assert first == own == derive_seed(3, PLAIN.ordinal, "teacher response")
     assert len({first, *others}) == 3
 
@@ -196,7 +161,6 @@ async def test_turns_become_a_prompt_by_the_teachers_template_and_a_text_is_a_us
 class TwoContexts:
     """Scores each of two rollouts behind a context of its own, the second also behind the student's prompt."""
 
-    words = ""
     needs = PolicyNeeds(teacher_top_k=1, samples_per_prompt=2, teacher_prompt_tokens=16, outcomes=False)
 
     async def supervise(self, prompt, stages):
@@ -205,7 +169,7 @@ class TwoContexts:
             rollout = await stages.rollout(n=n)
             if n:
                 await stages.score(rollout.token_ids, top_k=0, prompt_ids=prompt.token_ids)
-            context = stages.teacher_prompt(f"{self.words}context {n}")
+            context = stages.teacher_prompt(f"context {n}")
             scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=context)
             samples.append(student_sample(prompt, stages, rollout, await stages.verify(rollout.token_ids), scores))
         return samples
@@ -225,14 +189,3 @@ def test_a_samples_record_says_what_the_teacher_read_where_that_was_not_the_stud
         assert sample.supervision.prompt_ids.tolist() == prompt.token_ids.tolist()
     run = simulated_run(make_policy(OpdPolicy), iterations=1, batch_size=2)
     assert not any("teacher_prompt" in sample.record for sample in run.samples)
-
-
-def test_a_context_that_is_too_long_costs_its_prompt_and_says_why():
-    class TooLong(TwoContexts):
-        words = "word " * 40
-
-    with pytest.raises(ExceptionGroup) as ended:
-        simulated_run(TooLong(), iterations=1, batch_size=2)
-    assert "a teacher's prompt has 43 tokens, and PolicyNeeds.teacher_prompt_tokens states 16" in str(
-        root_cause(ended.value)
-    )
