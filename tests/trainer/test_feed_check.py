@@ -222,123 +222,102 @@ def test_spans_survive_the_wire(good: Supervision, data: Any) -> None:
     assert (decoded.version, decoded.version_spans) == (each.version, each.version_spans)
 
 
-def one_row(
-    divergence: Divergence | None, ids: list[int], cells: list[float], *, has_tail: bool, less: Any = None
-) -> SoftTargets:
-    values = np.array([cells], np.float32)
+def one_row(divergence: Divergence | None, ids: list[int], cells: list[float], *, less: Any = None) -> SoftTargets:
+    """One cell more than ids is the tail's."""
+    values, k = np.array([cells], np.float32), len(ids)
     return SoftTargets(
         positions=np.zeros(1, np.int32),
         token_ids=np.array([ids], np.int32),
-        probabilities=values[:, :-1] if has_tail else values,
+        probabilities=values[:, :k],
         weights=np.ones(1, np.float32),
-        tails=values[:, -1] if has_tail else None,
+        tails=values[:, k] if len(cells) > k else None,
         divergence=divergence,
         baselines=None if less is None else np.array(less, np.float32),
     )
 
 
+def pulled(**changes: Any) -> Pull:
+    return msgspec.structs.replace(Pull(logprobs=np.zeros(3, np.float32)), **changes)
+
+
+def read_from(first: int, version: WeightVersion | None = None, **taught: Any) -> dict[str, Any]:
+    """A response whose tokens from the first on were only read."""
+    spans = VersionSpan(0, first, None), VersionSpan(first, 3, version, is_read=True)
+    return {"version_spans": spans, **taught}
+
+
+FORWARD = Divergence(forward=1.0)
+
+
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("wrong", "complaint"),
     [
-        ({"pulls": (Pull(logprobs=np.full(3, 0.3, np.float32)),)}, "pulls.logprobs hold what is no log-probability"),
+        (pulled(logprobs=np.full(3, 0.3, np.float32)), "pulls.logprobs hold what is no log-probability"),
+        (pulled(weights=np.full(3, np.nan, np.float32)), "pulls.weights hold what is no finite number"),
+        (pulled(clip=(1.0, -1.0)), "pulls.clip is from 1 to -1"),
+        (pulled(chunks=np.zeros(2, np.int32)), r"pulls.chunks have shape \(2,\) instead of \(3,\)"),
+        (pulled(chunks=np.zeros(3, np.float32)), "pulls.chunks are float32"),
+        (pulled(chunks=np.array([0, 1, 0], np.int32)), "pulls.chunks are not ascending"),
+        (pulled(chunks=np.array([0, -1, 0], np.int32)), "pulls.chunks are not ascending"),
         (
-            {"pulls": (Pull(logprobs=np.zeros(3, np.float32), weights=np.full(3, np.nan, np.float32)),)},
-            "pulls.weights hold what is no finite number",
-        ),
-        ({"pulls": (Pull(logprobs=np.zeros(3, np.float32), clip=(1.0, -1.0)),)}, "pulls.clip is from 1 to -1"),
-        *(
-            ({"pulls": (Pull(logprobs=np.zeros(3, np.float32), chunks=chunks),)}, complaint)
-            for chunks, complaint in (
-                (np.zeros(2, np.int32), r"pulls.chunks have shape \(2,\) instead of \(3,\)"),
-                (np.zeros(3, np.float32), "pulls.chunks are float32"),
-                (np.array([0, 1, 0], np.int32), "pulls.chunks are not ascending"),
-                (np.array([0, -1, 0], np.int32), "pulls.chunks are not ascending"),
-            )
-        ),
-        (
-            {"soft_targets": (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.5], has_tail=False),)},
+            one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.5]),
             "is infinite, since the student has other tokens too: give tails, or is_conditional=True",
         ),
+        (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.0, 0.5]), "a reverse KL to a probability of 0 is infinite"),
         (
-            {"soft_targets": (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.0, 0.5], has_tail=True),)},
-            "a reverse KL to a probability of 0 is infinite",
-        ),
-        (
-            {"soft_targets": (one_row(Divergence(forward=1.0, is_conditional=True), [1], [0.5, 0.5], has_tail=True),)},
+            one_row(Divergence(forward=1.0, is_conditional=True), [1], [0.5, 0.5]),
             "is conditional, so the targets must have no tails",
         ),
+        (one_row(FORWARD, [1, 2], [0.5, 0.3, 0.1]), "probabilities and tails do not sum to 1"),
+        (one_row(FORWARD, [2, 2], [0.5, 0.3, 0.2]), "name a token twice in a row"),
+        (one_row(Divergence(), [1], [1.0]), "has no direction"),
+        (one_row(Divergence(forward=1.0, reverse=-1.0), [1], [1.0]), "negative direction"),
         (
-            {"soft_targets": (one_row(Divergence(forward=1.0), [1, 2], [0.5, 0.3, 0.1], has_tail=True),)},
-            "probabilities and tails do not sum to 1",
-        ),
-        (
-            {"soft_targets": (one_row(Divergence(forward=1.0), [2, 2], [0.5, 0.3, 0.2], has_tail=True),)},
-            "name a token twice in a row",
-        ),
-        ({"soft_targets": (one_row(Divergence(), [1], [1.0], has_tail=False),)}, "has no direction"),
-        (
-            {"soft_targets": (one_row(Divergence(forward=1.0, reverse=-1.0), [1], [1.0], has_tail=False),)},
-            "negative direction",
-        ),
-        (
-            {"soft_targets": (one_row(Divergence(forward=1.0, forward_skew=1.0), [1], [1.0], has_tail=False),)},
+            one_row(Divergence(forward=1.0, forward_skew=1.0), [1], [1.0]),
             r"forward_skew is 1, which is not in \[0, 1\)",
         ),
-        ({"soft_targets": (one_row(Divergence(forward=1.0, clip=0.0), [1], [1.0], has_tail=False),)}, "clip is 0"),
+        (one_row(Divergence(forward=1.0, clip=0.0), [1], [1.0]), "clip is 0"),
         (
-            {"soft_targets": (one_row(Divergence(forward=1.0, temperature=2.0), [1], [1.0], has_tail=False),)},
+            one_row(Divergence(forward=1.0, temperature=2.0), [1], [1.0]),
             "temperature is 2, and only over the whole vocabulary is it exact",
         ),
         *(
-            ({"soft_targets": (one_row(None, [1, 2], [0.5, 0.5], has_tail=False, less=less),)}, complaint)
+            (one_row(None, [1, 2], [0.5, 0.5], less=less), f"soft_targets.baselines {complaint}")
             for less, complaint in (
-                ([[0.5]], r"soft_targets.baselines have shape \(1, 1\) instead of \(1, 2\)"),
-                ([0.5, 0.5], r"soft_targets.baselines have shape \(2,\) instead of \(1, 2\)"),
-                ([[0.5, -0.1]], "soft_targets.baselines hold one below 0"),
-                ([[0.6, 0.5]], "soft_targets.baselines sum to more than 1"),
-                ([[0.5, np.nan]], "soft_targets.baselines hold what is no finite number"),
+                ([[0.5]], r"have shape \(1, 1\) instead of \(1, 2\)"),
+                ([0.5, 0.5], r"have shape \(2,\) instead of \(1, 2\)"),
+                ([[0.5, -0.1]], "hold one below 0"),
+                ([[0.6, 0.5]], "sum to more than 1"),
+                ([[0.5, np.nan]], "hold what is no finite number"),
             )
         ),
         (
-            {"soft_targets": (one_row(None, [1, 2], [0.5, 0.3, 0.2], has_tail=True, less=[[0.1, 0.1]]),)},
+            one_row(None, [1, 2], [0.5, 0.3, 0.2], less=[[0.1, 0.1]]),
             "soft_targets.baselines stand beside tails, and only a cross-entropy without tails has them",
         ),
         (
-            {"soft_targets": (one_row(Divergence(forward=1.0), [1, 2], [0.5, 0.5], has_tail=False, less=[[0, 0]]),)},
+            one_row(FORWARD, [1, 2], [0.5, 0.5], less=[[0, 0]]),
             "soft_targets.baselines stand beside divergence, and only a cross-entropy",
         ),
-        *(
-            (
-                {
-                    "version_spans": (VersionSpan(0, first, None), VersionSpan(first, 3, version, is_read=True)),
-                    **taught,
-                },
-                said,
-            )
-            for first, version, taught, said in (
-                (1, None, {"soft_targets": (written(np.array([1, 2, 3], np.int32)),)}, r"soft_targets teach token 1, "),
-                (
-                    1,
-                    None,
-                    {"entropy_bonus": np.array([1, 0, 1], np.float32)},
-                    r"entropy_bonus teach token 2, which was",
-                ),
-                (0, None, {}, "all of its tokens were only read, so there is nothing to teach"),
-                (2, WeightVersion(0, 0), {}, r"tokens \[2, 3\) were only read, and yet weights 0.0 sampled them"),
-            )
-        ),
+        (read_from(1, soft_targets=(written(np.array([1, 2, 3], np.int32)),)), r"soft_targets teach token 1, "),
+        (read_from(1, entropy_bonus=np.array([1, 0, 1], np.float32)), "entropy_bonus teach token 2, which was"),
+        (read_from(0), "all of its tokens were only read, so there is nothing to teach"),
+        (read_from(2, WeightVersion(0, 0)), r"tokens \[2, 3\) were only read, and yet weights 0.0 sampled them"),
     ],
 )
-def test_a_term_that_has_no_meaning_is_refused_in_one_line(
-    supervision: Any, changes: dict[str, Any], complaint: str
-) -> None:
+def test_a_term_that_has_no_meaning_is_refused_in_one_line(supervision: Any, wrong: Any, complaint: str) -> None:
     each = supervision(1, 3, pulls=(), reference_logprobs=None)
     each = msgspec.structs.replace(
-        each, prompt_ids=each.prompt_ids % VOCAB, response_ids=each.response_ids % VOCAB, version=None
+        each,
+        prompt_ids=each.prompt_ids % VOCAB,
+        response_ids=each.response_ids % VOCAB,
+        behavior_logprobs=np.minimum(each.behavior_logprobs, 0),
+        version=None,
     )
-    check(msgspec.structs.replace(each, behavior_logprobs=np.minimum(each.behavior_logprobs, 0)))
+    check(each)
+    field = {Pull: "pulls", SoftTargets: "soft_targets"}.get(type(wrong))
     with pytest.raises(WrongSupervisionError, match=complaint):
-        check(msgspec.structs.replace(each, behavior_logprobs=np.minimum(each.behavior_logprobs, 0), **changes))
+        check(msgspec.structs.replace(each, **({field: (wrong,)} if field else wrong)))
 
 
 def test_supervision_of_the_version_before_is_refused_and_not_read_without_its_teacher() -> None:
