@@ -11,7 +11,6 @@ from limits import same_limits
 
 from spot_async.base.tasks import leaves
 from spot_async.errors import DeadlineExceededError
-from spot_async.loop.admission import PromptState
 from spot_async.loop.events import Evaluated, IterationFinished, PhaseEnded, WeightsServed
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
@@ -103,12 +102,6 @@ def test_sampling_training_and_updates_overlap_as_far_as_the_bound_lets_them():
         for n in (0, 1, 2, 4)
     ]
     assert took == pytest.approx([30.0, 15.0, 10.0, 10.0], rel=0.06)
-
-
-def test_no_prompt_is_admitted_that_no_iteration_is_left_for():
-    run, _ = watched(3)
-    book = run.orchestrator.book
-    assert book.count(PromptState.TRAINED) == sum(book.counts.values()) == ITERATIONS * 16
 
 
 class SlowUpdates(SimulatedStudent):

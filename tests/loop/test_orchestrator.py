@@ -39,14 +39,25 @@ def cause(run):
     return error
 
 
-@pytest.mark.long  # the invariants of test_faulty_runs hold the same in every run
-def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_weights():
-    run = made(iterations=10, batch_size=100).finish()
-    assert [each.prompt_ordinal for each in run.trained] == list(range(1000))
-    for step, batch in enumerate(run.batches):
-        assert {each.version.step for each in batch} == {step}  # strict: iteration i from v_i
-    assert run.orchestrator.book.count(PromptState.TRAINED) == 1000
-    assert len(run.journal.results) == 10
+class Failing(SimulatedTeacher):
+    """Fails with this error where it is due, and without one it never answers there."""
+
+    def __init__(self, error=None, due=lambda request: True):
+        super().__init__()
+        self.error, self.due, self.failures = error, due, 0
+
+    async def score(self, request, **rest):
+        if self.due(request):
+            self.failures += 1
+            if self.error is None:
+                await asyncio.Event().wait()
+            raise self.error
+        return await super().score(request, **rest)
+
+
+def is_fourth(request):
+    """Of seven problems: those of ordinals 3, 10, 17, ..."""
+    return len(request.prompt_ids) == 5 + 3
 
 
 def test_an_evaluation_has_the_student_to_itself_and_measures_the_weights_just_trained():
@@ -113,24 +124,14 @@ def test_running_out_of_prompts_ends_the_run_and_accounts_for_the_left_over():
 
 
 def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
-    class Refusing(SimulatedTeacher):
-        async def score(self, request, **rest):
-            if len(request.prompt_ids) == 5 + 3:  # ordinals 3, 10, 17, ...
-                raise PermanentError("400: too long for this server")
-            return await super().score(request, **rest)
-
+    too_long = PermanentError("400: too long for this server")
     # one in seven is more than may die, so the run must stop and say why
-    error = cause(made(teachers=only(Refusing())))
+    error = cause(made(teachers=only(Failing(too_long, is_fourth))))
     assert isinstance(error, SpotError)
     assert "too long for this server" in str(error)
 
-    class RefusingOne(SimulatedTeacher):
-        async def score(self, request, **rest):
-            if len(request.prompt_ids) == 5 + 3 and not run.journal.dead:
-                raise PermanentError("400: too long for this server")
-            return await super().score(request, **rest)
-
-    run = made(teachers=only(RefusingOne()), iterations=3)
+    refuses_one = Failing(too_long, lambda request: is_fourth(request) and not run.journal.dead)
+    run = made(teachers=only(refuses_one), iterations=3)
     run.finish()
     ((dead, reason),) = run.journal.dead.items()
     assert "too long" in str(reason)
@@ -175,32 +176,19 @@ def test_transient_failures_are_retried_and_change_nothing():
 
 
 def test_an_endpoint_that_is_away_for_seconds_costs_no_prompt():
-    class Away(SimulatedTeacher):
-        refused = 0
-
-        async def score(self, request, **rest):
-            if 1.0 < asyncio.get_running_loop().time() < 9.0:
-                self.refused += 1
-                raise TransientError("teacher/score: connection refused")
-            return await super().score(request, **rest)
-
-    teacher = Away()
+    away = TransientError("teacher/score: connection refused")
+    teacher = Failing(away, lambda request: 1.0 < asyncio.get_running_loop().time() < 9.0)
     run = made(teachers=only(teacher)).finish()
-    assert teacher.refused > 0
+    assert teacher.failures > 0
     assert not run.journal.dead
     assert len(run.batches) == 4
 
 
 def test_a_prompt_whose_requests_are_never_answered_is_replaced():
-    class Failing(SimulatedTeacher):
-        async def score(self, request, **rest):
-            if len(request.prompt_ids) == 5 + 3 and len(run.journal.dead) < 2:
-                raise TransientError("500: out of memory")
-            return await super().score(request, **rest)
-
-    run = made(teachers=only(Failing()), iterations=3, batch_size=32)
-    run.finish()
+    failing = Failing(TransientError("500: out of memory"), lambda request: is_fourth(request) and len(dead) < 2)
+    run = made(teachers=only(failing), iterations=3, batch_size=32)
     dead = run.journal.dead
+    run.finish()
     assert len(dead) == 2
     assert {str(reason) for reason in dead.values()} == {"500: out of memory"}
     assert [each.prompt_ordinal for each in run.trained] == [o for o in range(98) if o not in dead]
@@ -208,13 +196,10 @@ def test_a_prompt_whose_requests_are_never_answered_is_replaced():
 
 @pytest.mark.long
 def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
-    class Dead(SimulatedTeacher):
-        async def score(self, request, **rest):
-            raise TransientError("teacher/score: connection refused")
-
     async def scenario(**sizes):
+        dead = Failing(TransientError("teacher/score: connection refused"))
         with pytest.raises(ExceptionGroup) as stopped:
-            await made(teachers=only(Dead()), **sizes).orchestrator.run()
+            await made(teachers=only(dead), **sizes).orchestrator.run()
         assert "teacher/score: connection refused" in str(leaves(stopped.value)[0])
         assert asyncio.get_running_loop().time() < 90.0
 
@@ -266,47 +251,30 @@ def test_a_server_that_takes_no_weights_ends_the_run_with_its_reason(error, time
 
 
 def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
-    class Hanging(SimulatedTeacher):
-        async def score(self, request, **rest):
-            await asyncio.Event().wait()
-
-    assert "score: no answer within 60 s" in str(cause(made(teachers=only(Hanging()))))
+    assert "score: no answer within 60 s" in str(cause(made(teachers=only(Failing()))))
 
 
 def test_replies_that_are_lost_while_others_come_do_not_mean_that_the_endpoint_is_down():
     """In a batch they are the last to end, and thus in a row: a run once ended so with 86 % good replies."""
-
     asked = itertools.count()
-
-    class Losing(SimulatedTeacher):
-        async def score(self, request, **rest):
-            if next(asked) % 16 in (3, 4, 5):
-                await asyncio.Event().wait()
-            return await super().score(request, **rest)
-
-    run = made(make_policy(OpdPolicy), teachers=only(Losing()), max_dead_share=0.5).finish()
+    losing = Failing(due=lambda request: next(asked) % 16 in (3, 4, 5))
+    run = made(make_policy(OpdPolicy), teachers=only(losing), max_dead_share=0.5).finish()
     assert len(run.journal.results) == 4
     assert len(run.journal.dead) > 3
 
 
 def test_one_problem_that_goes_unanswered_again_and_again_does_not_mean_that_the_endpoint_is_down():
-    class Silent(SimulatedTeacher):
-        async def score(self, *args, **rest):
-            await asyncio.Event().wait()
-
-    one = made(teachers=only(Silent()), prompts=simulated_prompts(problems=1), max_dead_share=0.5)
+    one = made(teachers=only(Failing()), prompts=simulated_prompts(problems=1), max_dead_share=0.5)
     assert "16 of 16 prompts failed for good" in str(cause(one))
-    assert "3 prompts in a row went unanswered" in str(cause(made(teachers=only(Silent()))))
+    assert "3 prompts in a row went unanswered" in str(cause(made(teachers=only(Failing()))))
 
 
 def test_an_endpoint_that_asks_for_a_year_ends_the_run_with_its_own_words():
-    class Closed(SimulatedTeacher):
-        async def score(self, *args, **rest):
-            raise ThrottledError("teacher: HTTP 429: closed for a year", retry_after_s=366 * 86_400.0)
+    closed = Failing(ThrottledError("teacher: HTTP 429: closed for a year", retry_after_s=366 * 86_400.0))
 
     async def run():
         try:
-            await made(teachers=only(Closed())).orchestrator.run()
+            await made(teachers=only(closed)).orchestrator.run()
         finally:
             ended_s.append(asyncio.get_running_loop().time())
 
