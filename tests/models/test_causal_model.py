@@ -121,7 +121,10 @@ def test_files_that_are_not_whole_are_named(random_model: Callable[..., Path], t
         file.rename(directory / "model-1.safetensors")
     messages = {"a web page": "its header would be longer", "cut off": "is cut off"}
     messages |= {"no such shard": "names model-2.safetensors"}
-    assert all(messages.get(fault, "git lfs pull") in said for said in refusals(directory))
+    for said in refusals(directory):
+        assert messages.get(fault, "git lfs pull") in said
+        assert str(directory) in said
+        assert "\n" not in said
 
 
 @pytest.mark.parametrize("fault", ["in two shards", "in a file beside the shards"])
