@@ -121,7 +121,7 @@ def test_loss_and_gradient_weigh_each_token_by_the_version_that_sampled_it(
     model = models[LIVE]
     model.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
-    capped = 0
+    weighed = []
     for sample in samples:
         own = logprobs_under(model, sample)
         prox = own.detach()
@@ -130,18 +130,22 @@ def test_loss_and_gradient_weigh_each_token_by_the_version_that_sampled_it(
         given = sample.advantages if given_advantages else sample.pulls[0].logprobs
         advantage = torch.tensor(given).double() - (0 if given_advantages else prox)
         mask = torch.tensor(sample.policy_mask)
-        capped += int((weight[mask] == CAP).sum())
+        weighed.append(weight[mask])
         loss = loss - (weight * ratio * advantage * mask).sum() / len(own) / len(samples)
         (targets,), rows = sample.soft_targets, rows_under(model, sample)
         for n, position in enumerate(targets.positions.tolist()):
             loss = loss + float(targets.weights[n]) * dense_row_loss(rows[position], targets, n) / len(samples)
     loss.backward()
-    assert 0 < capped < sum(len(sample.response_ids) for sample in samples)
+    weights_of_tokens = torch.cat(weighed)
+    is_capped = (weights_of_tokens == CAP).double()
+    assert 0 < is_capped.mean() < 1
 
     trainer = make_trainer(weights[LIVE], tmp_path, behavior="recomputed", importance_cap=CAP, max_grad_norm=1e9)
     metrics = trainer.train(Batch(LIVE, tuple(samples))).metrics
 
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["importance_weight_mean"] == pytest.approx(weights_of_tokens.mean().item(), rel=1e-4)
+    assert metrics["importance_capped"] == pytest.approx(is_capped.mean().item(), abs=1e-6)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.sqrt(sum((g**2).sum() for g in expected.values())).item()
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
