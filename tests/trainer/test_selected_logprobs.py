@@ -24,21 +24,28 @@ def blocks_of(rows_per_block: int) -> list[Block]:
     return blocks
 
 
-def with_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, blocks: list[Block], temperature: float, *, is_exact: bool
-) -> list[Tensor]:
-    leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight, bias) if each is not None]
-    hidden, weight, bias = *leaves, *[None] * (3 - len(leaves))
+def computed(layer: list[Tensor], blocks: list[Block], temperature: float, *, is_exact: bool) -> list[Tensor]:
+    """Return all that blocks ask for, as one tensor, and the gradients of a sum of it."""
+    leaves = [each.detach().clone().requires_grad_() for each in layer]
     if is_exact:
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        every = (logits / temperature).log_softmax(-1)
-        found = torch.cat([every[block.start + block.rows, block.token_ids] for block in blocks])
+        every = (torch.nn.functional.linear(*leaves) / temperature).log_softmax(-1)
+        own = [(every[block.start : block.end], block) for block in blocks]
+        found = [each[block.rows, block.token_ids] for each, block in own]
+        found += [
+            each[block.tail_rows].scatter(1, block.head_ids, -torch.inf).logsumexp(-1)
+            for each, block in own
+            if block.tail_rows is not None
+        ]
+        found += [-(each.exp() * each).sum(-1) for each, block in own if block.wants_entropies]
     else:
-        found = torch.cat([each for each, *_ in selected_logprobs(hidden, weight, bias, blocks, temperature)])
-        assert found.dtype == torch.float32
-    factors = torch.cat([torch.cos(block.start + block.rows + 3.0 * block.token_ids) for block in blocks])
-    (factors * found).sum().backward()
-    return [found.detach(), *[each.grad for each in leaves if each.grad is not None]]
+        hidden, weight, *bias = leaves
+        of_blocks = selected_logprobs(hidden, weight, bias[0] if bias else None, blocks, temperature)
+        found = [each for kind in zip(*of_blocks, strict=True) for each in kind]
+    values = torch.cat(found)
+    assert is_exact or values.dtype == torch.float32
+    of_pairs = [block.start + block.rows + 3.0 * block.token_ids for block in blocks]
+    (values * torch.cos(torch.cat([*of_pairs, torch.arange(len(values) - len(PAIRS))]))).sum().backward()
+    return [values.detach(), *[each.grad for each in leaves if each.grad is not None]]
 
 
 @pytest.fixture
@@ -52,15 +59,20 @@ def layer() -> list[Tensor]:
 @pytest.mark.parametrize("rows_per_block", [ROWS, 3, 1])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("wants_more", [False, True], ids=["pairs", "tails and entropies too"])
 def test_they_and_their_gradients_are_those_of_a_dense_log_softmax(
-    layer: list[Tensor], rows_per_block: int, has_bias: bool, temperature: float
+    layer: list[Tensor], rows_per_block: int, has_bias: bool, temperature: float, wants_more: bool
 ) -> None:
-    hidden, weight, bias = layer
-    given = [hidden, weight, bias if has_bias else None]
-    blocks = blocks_of(rows_per_block)
-    found = with_gradients(*given, blocks, temperature, is_exact=False)
-    doubles = [each.double() if each is not None else None for each in given]
-    exact = with_gradients(*doubles, blocks, temperature, is_exact=True)
+    given, blocks = layer[: 2 + has_bias], blocks_of(rows_per_block)
+    if wants_more:
+        rows, heads = torch.tensor([0, 2, 2]), torch.tensor([[1, 2], [0, 3], [4, 4]])
+        sizes = [int((rows < each.end - each.start).sum()) for each in blocks]
+        blocks = [
+            each._replace(wants_entropies=True, tail_rows=rows[:size], head_ids=heads[:size])
+            for each, size in zip(blocks, sizes, strict=True)
+        ]
+    found = computed(given, blocks, temperature, is_exact=False)
+    exact = computed([each.double() for each in given], blocks, temperature, is_exact=True)
     assert len(found) == len(exact) == 3 + has_bias
     for own, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-4)
@@ -72,10 +84,10 @@ def test_16_bit_factors_have_float32_logits_and_a_gradient_that_more_blocks_do_n
 ) -> None:
     def off(rows_per_block: int) -> list[float]:
         blocks = blocks_of(rows_per_block)
-        exact = with_gradients(*[each.double() for each in layer], blocks, 1.0, is_exact=True)
+        exact = computed([each.double() for each in layer], blocks, 1.0, is_exact=True)
         given = layer if is_autocast else [each.bfloat16() for each in layer]
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            found = with_gradients(*given, blocks, 1.0, is_exact=False)
+            found = computed(given, blocks, 1.0, is_exact=False)
         return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
     logprobs, _, of_weight, _ = off(ROWS)
@@ -93,41 +105,3 @@ def test_an_impossible_token_has_no_gradient_that_is_not_a_number() -> None:
     assert torch.isfinite(found).all()
     assert weight.grad is not None
     assert torch.isfinite(weight.grad).all()
-
-
-@pytest.mark.parametrize("rows_per_block", [ROWS, 3])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropies_and_their_gradients_are_those_of_a_dense_softmax_beside_log_probabilities_and_tails(
-    layer: list[Tensor], rows_per_block: int, temperature: float
-) -> None:
-    rows, heads = torch.tensor([0, 2, 2]), torch.tensor([[1, 2], [0, 3], [4, 4]])
-
-    def computed(hidden: Tensor, weight: Tensor, bias: Tensor, *, is_exact: bool) -> list[Tensor]:
-        leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight, bias)]
-        blocks = [
-            each._replace(
-                wants_entropies=True,
-                tail_rows=rows[rows < each.end - each.start],
-                head_ids=heads[: sum(rows < each.end - each.start)],
-            )
-            for each in blocks_of(rows_per_block)
-        ]
-        if is_exact:
-            every = (torch.nn.functional.linear(*leaves) / temperature).log_softmax(-1)
-            own = [every[block.start : block.end] for block in blocks]
-            found = [each[block.rows, block.token_ids] for each, block in zip(own, blocks, strict=True)]
-            found += [
-                each[block.tail_rows].scatter(1, block.head_ids, -torch.inf).logsumexp(-1)
-                for each, block in zip(own, blocks, strict=True)
-            ]
-            found += [-(each.exp() * each).sum(-1) for each in own]
-        else:
-            selected, tails, entropies = zip(*selected_logprobs(*leaves, blocks, temperature), strict=True)
-            found = [*selected, *tails, *entropies]
-        values = torch.cat(found)
-        (values * torch.cos(torch.arange(len(values)))).sum().backward()
-        return [values.detach(), *[each.grad for each in leaves if each.grad is not None]]
-
-    found = computed(*layer, is_exact=False)
-    for own, expected in zip(found, computed(*[each.double() for each in layer], is_exact=True), strict=True):
-        torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-4)
