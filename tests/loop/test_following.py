@@ -17,19 +17,12 @@ from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.running import checkpoints
 from spot_async.stages.stage import UpdatePause
-from spot_async.testing.services import SimulatedStudent, SimulatedTrainer, token_scores
+from spot_async.testing.services import SimulatedTrainer, token_scores
 from spot_async.testing.simulation import make_policy, simulated_run
 from spot_async.trainer.feed_check import teacher_versions
 from spot_async.types import WeightSnapshot, WeightVersion
 
 WAYS = {"live": FollowsConfig(every=1), "lagged": FollowsConfig(every=2), "averaged": FollowsConfig(decay=0.9)}
-
-
-class LiveStudent(SimulatedStudent):
-    """A student that scores too, as its own teacher."""
-
-    async def score(self, request, *, top_k):
-        return await FollowingTeacher(version=self.version).score(request, top_k=top_k)
 
 
 class TeachersTrainer(SimulatedTrainer):
@@ -73,7 +66,7 @@ def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_students_own_servers_answer_as_the_live_teacher(max_staleness):
-    student = LiveStudent()
+    student = FollowingTeacher()  # which writes as a student does
     run = simulated_run(
         policy(),
         student=student,
