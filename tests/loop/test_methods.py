@@ -32,11 +32,15 @@ def grpo():
 
 
 class Undecided(SimulatedVerifier):
-    """Gives no evidence for one response in six, whatever is asked again."""
+    """Gives this verdict, which is no evidence, where it is due, whatever is asked again."""
+
+    def __init__(self, verdict, due):
+        super().__init__()
+        self.verdict, self.due = verdict, due
 
     async def verify(self, problem, response_text, *, deadline):
         verdict = await super().verify(problem, response_text, deadline=deadline)
-        return Verdict.TIMEOUT if sum(map(int, response_text.split())) % 6 == 0 else verdict
+        return self.verdict if self.due(problem, response_text) else verdict
 
 
 @pytest.mark.parametrize("narrow", [None, "rollout", "verify", "reference"])
@@ -62,7 +66,8 @@ def test_the_first_sample_of_a_group_is_the_rollout_of_a_run_with_one():
 
 
 def test_samples_without_evidence_are_left_out_of_mean_and_batch_and_counted():
-    run = simulated_run(grpo(), verifier=Undecided())
+    one_in_six = Undecided(Verdict.TIMEOUT, lambda problem, text: sum(map(int, text.split())) % 6 == 0)
+    run = simulated_run(grpo(), verifier=one_in_six)
     samples = run.samples
     left_out = [sample for sample in samples if sample.supervision is None]
     assert len(samples) == 2 * 16 * 8
@@ -101,12 +106,8 @@ def test_grpo_learns_from_a_verifiers_own_number_also_where_it_gives_no_verdict(
 
 
 def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and_counts_for_staleness():
-    class UndecidedOnSome(SimulatedVerifier):
-        async def verify(self, problem, response_text, *, deadline):
-            verdict = await super().verify(problem, response_text, deadline=deadline)
-            return Verdict.ERROR if problem.id in ("p3", "p20") else verdict
-
-    run = simulated_run(grpo(), iterations=4, capacity_prompts=64, verifier=UndecidedOnSome())
+    on_some = Undecided(Verdict.ERROR, lambda problem, text: problem.id in ("p3", "p20"))
+    run = simulated_run(grpo(), iterations=4, capacity_prompts=64, verifier=on_some)
     book = run.orchestrator.book
     assert book.ordinals(PromptState.LEFT_OUT) == [3, 20, 35, 52]
     assert book.count(PromptState.TRAINED) == 4 * 16 - 4
@@ -116,12 +117,8 @@ def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and
 
 
 def test_a_batch_in_which_every_prompt_was_left_out_makes_no_step_says_so_and_the_run_goes_on():
-    class UndecidedOnTwo(SimulatedVerifier):
-        async def verify(self, problem, response_text, *, deadline):
-            verdict = await super().verify(problem, response_text, deadline=deadline)
-            return Verdict.ERROR if problem.id in ("p2", "p3") else verdict
-
-    run = simulated_run(grpo(), iterations=3, batch_size=2, verifier=UndecidedOnTwo())
+    on_two = Undecided(Verdict.ERROR, lambda problem, text: problem.id in ("p2", "p3"))
+    run = simulated_run(grpo(), iterations=3, batch_size=2, verifier=on_two)
     assert [len(batch) for batch in run.batches] == [16, 0, 16]
     assert [{sample.version.step for sample in batch} for batch in run.batches] == [{0}, set(), {2}]
     assert [is_trained(result.samples) for result in run.journal.results] == [True, False, True]
