@@ -74,7 +74,7 @@ async def test_elsewhere_than_on_linux_a_stop_ends_the_program_alone(server, man
     child = await ChildProcess.start("guard", argv, log_path=server.with_name("log"))
     (pid,) = await printed(child.log_path, 1)
     os.kill(child.pid, signal.SIGTERM)
-    with pytest.raises(ProcessDiedError, match=f"was killed by {ends_by}"):
+    with pytest.raises(ProcessDiedError, match=rf"guard \(pid {child.pid}\) was killed by {ends_by} \(log: .*log\)"):
         await child.watch()
     assert not is_alive(pid)
 

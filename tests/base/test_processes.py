@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from process_trees import gone, is_alive
 
 from spot_async.base.processes.child import ChildProcess, standing_still, tree_cpu_s
 from spot_async.errors import ProcessDiedError
 
-SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True); time.sleep(600)"
 )
@@ -37,27 +36,6 @@ async def printed(child):
     return child.log_tail().strip()
 
 
-def alive(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-async def test_a_child_that_is_killed_is_named_with_its_signal(tmp_path):
-    child = await start(tmp_path, SLEEP)
-    os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(
-        ProcessDiedError, match=rf"server \(pid {child.pid}\) was killed by SIGKILL \(log: .*server.log\)"
-    ):
-        await child.watch()
-
-
-async def test_a_child_that_fails_is_named_with_its_code_and_last_words(tmp_path):
-    child = await start(tmp_path, "import sys; print('first'); sys.exit('error: no such model')")
-    with pytest.raises(ProcessDiedError, match="exited with code 1: error: no such model"):
-        await child.watch()
-
-
 async def test_stopping_ends_the_whole_group_even_one_that_ignores_sigterm(tmp_path):
     child = await start(tmp_path, STUBBORN)
     await printed(child)
@@ -71,10 +49,8 @@ async def test_stopping_ends_the_whole_group_even_one_that_ignores_sigterm(tmp_p
     family = await start(tmp_path / "family", FAMILY)
     grandchild = int(await printed(family))
     await family.stop()
-    assert not alive(family.pid)
-    async with asyncio.timeout(60):
-        while alive(grandchild):  # noqa: ASYNC110 - not our child: killed by now, but nobody says when it is gone
-            await asyncio.sleep(0.01)
+    assert not is_alive(family.pid)
+    assert await gone([grandchild])
 
 
 async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
