@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from network_namespaces import linked, namespace, run
-from process_trees import DEPTH, gone, is_alive, printed, write_server
+from process_trees import DEPTH, gone, is_alive, orchestrated, printed, write_server
 from ssh_server import ssh_server
 
 from spot_async.backends.shared.launch import free_port
@@ -98,38 +97,9 @@ async def test_nothing_is_left_whichever_of_its_processes_is_killed(prefix, serv
         assert "exited with code 137: error: the server was killed by SIGKILL (log: " in str(raised.value)
 
 
-ORCHESTRATOR = """
-import asyncio, json, sys
-from pathlib import Path
-import spot_async.base.processes.child as processes
-from spot_async.base.processes.far_side import FarPlace
-
-async def main():
-    server = Path(sys.argv[1])
-    argv = [sys.executable, str(server), *sys.argv[3:]]
-    place = FarPlace(json.loads(sys.argv[2]), sys.executable, 60.0)
-    log = server.with_name("server.log")
-    child = await processes.ChildProcess.start_foreign("server", argv, log_path=log, far=place)
-    print(child.pid, flush=True)
-    await child.watch()
-
-processes.FOREIGN_GRACE_S = 0.5
-asyncio.run(main())
-"""
-
-
 async def test_nothing_outlives_an_orchestrator_that_is_killed(ssh, server):
-    orchestrator = subprocess.Popen(  # noqa: ASYNC220 - killed below
-        [sys.executable, "-c", ORCHESTRATOR, str(server), json.dumps(ssh), str(DEPTH), "stubborn"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    guard = int(orchestrator.stdout.readline())
-    pids = await printed(server.with_name("server.log"), DEPTH + 1)
-    far_guard = parent_of(pids[-1])
-    orchestrator.kill()
-    orchestrator.wait()
-    orchestrator.stdout.close()
+    async with orchestrated(server, "stubborn", prefix=ssh) as (guard, pids):
+        far_guard = parent_of(pids[-1])
     assert await gone([guard, far_guard, *pids])
 
 

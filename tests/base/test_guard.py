@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from process_trees import DEPTH, gone, is_alive, printed, write_server
+from process_trees import DEPTH, gone, is_alive, orchestrated, printed, write_server
 
 from spot_async.base.processes.child import ChildProcess, log_lines
 from spot_async.errors import ProcessDiedError
@@ -122,35 +122,10 @@ async def test_a_guard_that_hangs_or_is_killed_does_not_keep_the_server_running(
     os.kill(pids[0], signal.SIGKILL)
 
 
-ORCHESTRATOR = """
-import asyncio, sys
-from pathlib import Path
-from spot_async.base.processes.child import ChildProcess
-
-async def main():
-    server = Path(sys.argv[1])
-    argv = [sys.executable, str(server), *sys.argv[2:]]
-    child = await ChildProcess.start_foreign("server", argv, log_path=server.with_name("server.log"))
-    print(child.pid, flush=True)
-    await child.watch()
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize("manner", ["polite", "stubborn"])
 async def test_nothing_outlives_an_orchestrator_that_is_killed(server, manner):
-    code = ORCHESTRATOR.replace(
-        "asyncio.run", "import spot_async.base.processes.child as p; p.FOREIGN_GRACE_S = 0.5; asyncio.run"
-    )
-    orchestrator = subprocess.Popen(  # noqa: ASYNC220 - killed below
-        [sys.executable, "-c", code, str(server), str(DEPTH), manner], stdout=subprocess.PIPE, text=True
-    )
-    guard = int(orchestrator.stdout.readline())
-    pids = await printed(server.with_name("server.log"), DEPTH + 1)
-    orchestrator.kill()
-    orchestrator.wait()
-    orchestrator.stdout.close()
+    async with orchestrated(server, manner) as (guard, pids):
+        pass
     assert await gone([guard, *pids])
 
 

@@ -282,17 +282,19 @@ asyncio.run(main())
 """
 
 
+def ended(folder: Path, said: int, number: int) -> list[int]:
+    """Start who begins a nursery, and end it by a signal once it has said so many pids, which are returned."""
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(owner.stdout.readline()) for _ in range(said)]
+        assert all(map(is_alive, pids))
+        owner.send_signal(number)
+    return pids
+
+
 @pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGTERM])
 async def test_all_ends_with_who_began_the_nursery(begin, tmp_path, killed):
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 - it is to be killed
-    assert owner.stdout is not None
-    pids = [int(owner.stdout.readline()) for _ in range(3)]
-    assert all(map(is_alive, pids))
-    owner.send_signal(killed)
-    owner.wait(60)
-    owner.stdout.close()
-    assert await gone(pids)
+    assert await gone(ended(tmp_path, 3, killed))
 
 
 REPORTS_SLOWLY = """
@@ -311,14 +313,7 @@ os.write = write
 async def test_a_child_ends_that_had_just_begun_when_all_was_killed(begin, tmp_path):
     """It has said that it began, and does not yet know whose child it is."""
     (tmp_path / "warmed.py").write_text(REPORTS_SLOWLY)
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 - it is to be killed
-    assert owner.stdout is not None
-    pids = [int(owner.stdout.readline()) for _ in range(2)]
-    owner.kill()
-    owner.wait(60)
-    owner.stdout.close()
-    assert await gone(pids)
+    assert await gone(ended(tmp_path, 2, signal.SIGKILL))
 
 
 def test_the_cpu_time_of_forked_children_is_that_of_who_began_the_nursery(begin, tmp_path):

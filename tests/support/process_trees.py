@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +48,36 @@ async def gone(pids, within_s=60.0):
     while any(map(is_alive, pids)) and time.monotonic() < deadline:  # noqa: ASYNC110 - not our children
         await asyncio.sleep(0.02)
     return not any(map(is_alive, pids))
+
+
+ORCHESTRATOR = """
+import asyncio, json, sys
+from pathlib import Path
+import spot_async.base.processes.child as processes
+from spot_async.base.processes.far_side import FarPlace
+
+async def main():
+    server, prefix = Path(sys.argv[1]), json.loads(sys.argv[2])
+    argv = [sys.executable, str(server), *sys.argv[3:]]
+    place = FarPlace(prefix, sys.executable, 60.0) if prefix else None
+    log = server.with_name("server.log")
+    child = await processes.ChildProcess.start_foreign("server", argv, log_path=log, far=place)
+    print(child.pid, flush=True)
+    await child.watch()
+
+processes.FOREIGN_GRACE_S = 0.5
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def orchestrated(server, manner, prefix=()):
+    """The pids of the guard, and of the server and its workers. Who started them is killed at the end."""
+    argv = [sys.executable, "-c", ORCHESTRATOR, str(server), json.dumps(prefix), str(DEPTH), manner]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as orchestrator:  # noqa: ASYNC220 - killed below
+        guard = int(orchestrator.stdout.readline())
+        yield guard, await printed(server.with_name("server.log"), DEPTH + 1)
+        orchestrator.kill()
 
 
 async def printed(log_path, lines):
