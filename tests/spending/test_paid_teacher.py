@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import urllib.request
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,13 +52,9 @@ def bill_of(url):
         return json.load(reply)
 
 
-def teacher_settings(url, **settings):
-    return OpenAIBackend.Settings(url=url, prices=PRICES, **settings)
-
-
-def run(url, folder, *, replay=False, cache=None, **settings):
+def run(url, folder, *, replay=False, cache=None, seed=0, **settings):
     """A short run with this teacher: (orchestrator, account, batches that the trainer got, cache)."""
-    settings = teacher_settings(url, **settings)
+    settings = OpenAIBackend.Settings(url=url, prices=PRICES, **settings)
     account = settings.open_account("teacher")
     config = TeacherConfig.model_construct(
         model=str(MODEL), backend=settings, cache=str(cache) if cache else None, replay=replay
@@ -70,19 +67,16 @@ def run(url, folder, *, replay=False, cache=None, **settings):
     async def ask():
         billed = settings.of_run(None, account)
         backend = OpenAIBackend(billed, role="teacher", model=str(MODEL), run_directory=folder)
-        teacher = ReplayedTeacher(kept) if replay else backend
-        async with teacher:
+        async with AsyncExitStack() as stack:
+            teacher = await stack.enter_async_context(ReplayedTeacher(kept) if replay else backend)
             if kept is not None and not replay:
-                await kept.__aenter__()
+                await stack.enter_async_context(kept)
+            stack.callback(log.write)
             found = await teacher.capabilities(deadline=asyncio.get_running_loop().time() + 20)
             scores = await kept.identify(found) if kept is not None else None
             run = run_with(teacher, found, scores, log)
-            try:
-                await run.orchestrator.run()
-            finally:
-                log.write()
-                if kept is not None and not replay:
-                    await kept.__aexit__(None, None, None)
+            run.stages.settings = dataclasses.replace(run.stages.settings, seed=seed)  # which responses follow from
+            await run.orchestrator.run()
         return run
 
     run = asyncio.run(ask())
@@ -163,23 +157,11 @@ def test_a_second_run_pays_only_for_its_start(paid, tmp_path):
 
 def test_a_replay_of_another_run_names_the_prompt(paid, tmp_path):
     with pytest.raises(ExceptionGroup) as raised:
-        asyncio.run(replay_otherwise(paid, tmp_path))
+        run(paid.url, tmp_path / "run", replay=True, cache=paid.cache, seed=1)
     cause = root_cause(raised.value)
     assert isinstance(cause, ReplayMissError)
     assert "(problem 'p" in str(cause)
     assert "teacher.replay=false" in str(cause)
-
-
-async def replay_otherwise(paid, folder):
-    settings = teacher_settings(paid.url)
-    config = TeacherConfig.model_construct(model=str(MODEL), backend=settings, cache=str(paid.cache), replay=True)
-    kept = TeacherCache(ScoreCache(paid.cache, is_replay=True), config, read_model("teacher", str(MODEL)))
-    async with ReplayedTeacher(kept) as teacher:
-        found = await teacher.capabilities(deadline=0.0)
-        scores = await kept.identify(found)
-        run = run_with(teacher, found, scores, SpendingLog(RunDirectory(folder), {}))
-        run.stages.settings = dataclasses.replace(run.stages.settings, seed=1)  # other responses
-        await run.orchestrator.run()
 
 
 def test_a_budget_ends_the_run_with_full_batches_and_is_not_overdrawn(paid, paid_endpoint, tmp_path):

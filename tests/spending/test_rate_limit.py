@@ -66,13 +66,23 @@ def test_what_a_request_did_not_take_is_given_back():
     assert limit.delay_s(0.0, 100) == pytest.approx(1.5)
 
 
+SIZE = Size(prompt_tokens=1, max_completion_tokens=1)
+
+
+def scheduler(limit):
+    """Of one server that is there."""
+    replica = Replica("r", object, object(), max_in_flight=9)
+    replica.life.move(State.SERVING, 0.0)
+    return Scheduler([replica], limit)
+
+
 def test_a_retry_after_holds_back_every_request_of_the_endpoint():
     async def run():
         loop, limit, account = asyncio.get_running_loop(), RateLimiter(), Account("teacher")
         left = []
 
         async def send(error=None):
-            async with account.request("there", Size(prompt_tokens=1, max_completion_tokens=1), limit) as charge:
+            async with account.request("there", SIZE, limit) as charge:
                 left.append(loop.time())
                 if error is not None:
                     raise error
@@ -88,11 +98,9 @@ def test_a_retry_after_holds_back_every_request_of_the_endpoint():
 
 
 def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
-    size = Size(prompt_tokens=1, max_completion_tokens=1)
-
     async def refusal(account, limit, *, deadline=10.0):
         with pytest.raises(RequestError) as raised:
-            async with account.request("there", size, limit, deadline):
+            async with account.request("there", SIZE, limit, deadline):
                 pass
         assert not raised.value.was_sent
         return raised.value, asyncio.get_running_loop().time()
@@ -110,7 +118,7 @@ def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
         assert (at_s, "requests_per_minute" in str(late)) == (10.0, True)
 
         budgeted = Account("teacher", token_budget=3)
-        async with budgeted.request("there", size, RateLimiter(), 20.0):
+        async with budgeted.request("there", SIZE, RateLimiter(), 20.0):
             late, _ = await refusal(budgeted, RateLimiter(), deadline=20.0)
             assert "no room in the budget" in str(late)
             await asyncio.sleep(50.0)  # what is done with a turn has its own deadline
@@ -121,11 +129,10 @@ def test_who_cannot_leave_before_the_deadline_is_told_what_stands_in_the_way():
 def test_only_the_first_request_of_a_lease_goes_by_its_grant():
     async def run():
         loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=6)
-        size = Size(prompt_tokens=1, max_completion_tokens=1)
         left = []
         leased = LEASED.set(account.rate_limit.grant(2))
         for _ in range(2):
-            async with account.request("there", size, account.rate_limit) as charge:
+            async with account.request("there", SIZE, account.rate_limit) as charge:
                 left.append(loop.time())
                 charge.answered(b"{}")
         LEASED.reset(leased)
@@ -175,15 +182,12 @@ def test_a_lease_that_nothing_was_sent_under_gives_its_room_back():
 
     async def run():
         loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=6)
-        size = Size(prompt_tokens=1, max_completion_tokens=1)
-        replica = Replica("r", object, object(), max_in_flight=9)
-        replica.life.move(State.SERVING, 0.0)
-        pool = Scheduler([replica], account.rate_limit)
+        pool = scheduler(account.rate_limit)
 
         async def ask(number, *, is_sent):
             async with await pool.lease(LeaseRequest("score", (number,), tokens=2)):
                 if is_sent:
-                    async with account.request("there", size, account.rate_limit) as charge:
+                    async with account.request("there", SIZE, account.rate_limit) as charge:
                         charge.answered(b"{}")
             return loop.time()
 
@@ -204,14 +208,11 @@ def test_requests_of_a_lease_wait_for_no_later_lease(places):
 
     async def run():
         loop, account = asyncio.get_running_loop(), Account("teacher", requests_per_minute=60)
-        size = Size(prompt_tokens=1, max_completion_tokens=1)
-        replica = Replica("r", object, object(), max_in_flight=9)
-        replica.life.move(State.SERVING, 0.0)
-        pool, singles = Scheduler([replica], account.rate_limit), asyncio.Semaphore(places)
+        pool, singles = scheduler(account.rate_limit), asyncio.Semaphore(places)
         started = loop.time()
 
         async def send():
-            async with singles, account.request("there", size, account.rate_limit, started + 300) as charge:
+            async with singles, account.request("there", SIZE, account.rate_limit, started + 300) as charge:
                 charge.answered(b"{}")
 
         async def ask(number):
