@@ -10,13 +10,10 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
-
-from spot_async.backends.shared.launch import free_port
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "running_sum" / "student"
@@ -29,7 +26,7 @@ pytestmark = [
 ]
 
 
-def test_greedy_responses_are_the_same_and_it_reads_our_results(tmp_path: Path) -> None:
+def test_greedy_responses_are_the_same_and_it_reads_our_results(tmp_path: Path, running_server: Any) -> None:
     problems = tmp_path / "sums.jsonl"
     rows = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines()[:PROBLEMS]
     problems.write_text("\n".join(rows) + "\n")
@@ -49,29 +46,19 @@ def test_greedy_responses_are_the_same_and_it_reads_our_results(tmp_path: Path) 
         )
     )
     keys = ["evaluation.samples=1", "evaluation.temperature=0", "evaluation.max_response_tokens=100"]
-    spot = [sys.executable, "-m", "spot_async"]
     subprocess.run(
-        [*spot, "eval", "--model", STUDENT, "--benchmark", problems, *keys, "prompt.instruction=",
-         f"run.directory={tmp_path / 'ours'}"],
+        [sys.executable, "-m", "spot_async", "eval", "--model", STUDENT, "--benchmark", problems, *keys,
+         "prompt.instruction=", f"run.directory={tmp_path / 'ours'}"],
         check=True,
     )  # fmt: skip
-    port = free_port()
-    server = subprocess.Popen([*spot, "serve", STUDENT, "--port", str(port)])
-    try:
-        url = f"http://127.0.0.1:{port}/v1"
-        while not is_up(url):
-            assert server.poll() is None
-            time.sleep(0.1)
+    with running_server(STUDENT) as url:
         subprocess.run(
             [PYTHON, "-m", "lm_eval", "--model", "local-completions", "--tasks", "sums", "--include_path", tmp_path,
              "--apply_chat_template", "--log_samples", "--output_path", tmp_path / "theirs", "--model_args",
-             f"model=student,base_url={url}/completions,tokenizer={STUDENT},num_concurrent=8,max_length=512"],
+             f"model=student,base_url={url}/v1/completions,tokenizer={STUDENT},num_concurrent=8,max_length=512"],
             check=True,
             env=os.environ | {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
         )  # fmt: skip
-    finally:
-        server.kill()
-        server.wait()
     (samples,) = (tmp_path / "theirs").rglob("samples_sums_*.jsonl")
     theirs = {row["doc"]["id"]: row["resps"][0][0] for row in map(json.loads, samples.read_text().splitlines())}
     ours = [json.loads(line) for line in (tmp_path / "ours" / "evaluation.jsonl").read_text().splitlines()]
@@ -84,10 +71,3 @@ def test_greedy_responses_are_the_same_and_it_reads_our_results(tmp_path: Path) 
     table = subprocess.run([PYTHON, "-c", read, file], check=True, capture_output=True, text=True).stdout
     accuracy = json.loads(file.read_text())["results"]["sums"]["avg@1,none"]
     assert f"|{accuracy:.4g}|" in table.replace(" ", "")
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/models").status_code == 200
-    except httpx.TransportError:
-        return False

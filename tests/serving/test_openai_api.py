@@ -19,14 +19,13 @@ import torch
 import transformers
 from served_model import KEY, ServedModel, completing
 from server_on_thread import serving
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_tokenizers import of_bytes
 
 from spot_async.base import wire
 from spot_async.base.seeds import derive_seed
 from spot_async.serving import api
 from spot_async.types import Generation, SamplingSettings
 
-VOCAB = 300
 CONTEXT = 20000
 PROMPT = "the other"
 IDS = {"return_token_ids": True}
@@ -48,26 +47,19 @@ class Server(ServedModel):
         return self.tokenizer.encode(text)
 
 
-def save_byte_level_tokenizer(directory: Path) -> Any:
-    """One that spreads characters over several tokens, as those of today's models do."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, special_tokens=["<|end|>"])
-    words.train_from_iterator(["the other one and then another, more than the others there", "ö é ü"] * 3, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
-    tokenizer.save_pretrained(directory)
-    return tokenizer
+# One that spreads characters over several tokens, as those of today's models do.
+WORDS = ("the other one and then another, more than the others there", "ö é ü") * 3
+TOKENIZER = of_bytes(*WORDS, specials=("<|end|>",))
+VOCAB = len(TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def server(random_model: Callable[..., Path]) -> Iterator[Server]:
     model = random_model(vocab_size=VOCAB, max_position_embeddings=CONTEXT)
-    tokenizer = save_byte_level_tokenizer(model)
+    TOKENIZER.save_pretrained(model)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with serving(model, key=KEY) as url:
-        yield Server(url, model, tokenizer, reference)
+        yield Server(url, model, TOKENIZER, reference)
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_tokenizers import of_bytes
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from spot_async.serving.openai.completion import TokenTexts
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
-    )
-    words.train_from_iterator(["the other one then", "é and ü"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
@@ -38,7 +27,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
 
-TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+TOKENIZERS = {"byte_level": of_bytes("the other one then", "é and ü"), "byte_fallback": byte_fallback()}
 # Characters of one to four bytes.
 TEXTS = st.text(st.sampled_from("abcdh  é√€漢字🙂👩‍🚀"), max_size=24)
 
