@@ -92,7 +92,10 @@ def test_no_name_server_is_asked_for_each_request(monkeypatch: pytest.MonkeyPatc
     assert len(asked) <= 1  # none, if another test has asked
 
 
-@pytest.mark.parametrize(("shown", "status"), [(KEY, None), ({}, 401), ({"authorization": "secret"}, 401)])
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [(KEY, None), ({}, 401), ({"authorization": "secret"}, 401), ({"authorization": "Bearer wrong"}, 401)],
+)
 def test_a_server_for_other_machines_is_asked_by_any_name_of_its_own_with_its_key(
     shown: dict[str, str], status: int | None
 ) -> None:

@@ -78,14 +78,6 @@ def open_app(worker: EngineWorker, served: ServedModel) -> ASGIApp:
     return build_app(worker, CAPABILITIES, credentials=Credentials(), other_api=v1)
 
 
-async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(api_key="secret")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            assert (await client.get(api.HEALTH, headers=headers)).status_code == 401
-        assert (await client.get(api.HEALTH, headers={"Authorization": "Bearer secret"})).status_code == 200
-
-
 @pytest.mark.parametrize(
     "body",
     [

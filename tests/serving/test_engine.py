@@ -90,12 +90,6 @@ def test_the_fast_path_is_taken_where_it_computes_the_same(
         assert isinstance(fused(model), FusedModel) == same, name
 
 
-def test_another_seed_gives_another_response(random_architecture: Models, engine_for: Engines) -> None:
-    prompt = prompts([6])[0]
-    replies = run_all(engine_for(random_architecture()), [generate_request(prompt, seed=seed) for seed in range(8)])
-    assert len({tuple(reply.token_ids) for reply in replies}) == 8
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 def test_tokens_follow_the_inverse_cdf_of_the_truncated_distribution(
     top_p: float, random_architecture: Models, engine_for: Engines
