@@ -82,6 +82,15 @@ class SlowTrainer(SimulatedTrainer):
         return await super().train(iteration, batch)
 
 
+class HangingTrainer(SimulatedTrainer):
+    """Never ends the second step."""
+
+    async def train(self, iteration, batch):
+        if iteration == 1:
+            await asyncio.sleep(FOR_EVER)
+        return await super().train(iteration, batch)
+
+
 class WaitingPolicy(OpdPolicy):
     """Awaits something of its own for ever, at the fourth prompt."""
 
@@ -249,29 +258,18 @@ def test_a_hung_drain_is_named_with_the_request_that_holds_it_up(tmp_path):
 
 
 def test_a_hung_trainer_is_named_although_publishing_goes_on(tmp_path):
-    class Hanging(SimulatedTrainer):
-        async def train(self, iteration, batch):
-            if iteration == 1:
-                await asyncio.sleep(FOR_EVER)
-            return await super().train(iteration, batch)
-
     async def evaluate(events):
         for finished in range(1, 100):
             await asyncio.sleep(100.0)
             events.publish(ResponseJudged(finished, 100))
 
-    line, _ = stalled(tmp_path, trainer=Hanging(), max_staleness=1, evaluate=evaluate)
+    line, _ = stalled(tmp_path, trainer=HangingTrainer(), max_staleness=1, evaluate=evaluate)
     assert re.match(r"the run stalled: the trainer has not answered for 90\d s; publishing continues; see ", line)
 
 
 def test_a_frozen_rank_is_named_beside_its_step(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "standing_still", lambda root: ["rank 1 (pid 4242) is STOPPED by a signal"])
-
-    class Hanging(SimulatedTrainer):
-        async def train(self, iteration, batch):
-            await asyncio.sleep(FOR_EVER)
-
-    line, _ = stalled(tmp_path, trainer=Hanging())
+    line, _ = stalled(tmp_path, trainer=HangingTrainer())
     assert "the trainer has not answered; rank 1 (pid 4242) is STOPPED by a signal; see " in line
 
 
