@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from padded_models import padded_model
+from problem_files import write
 from typer.testing import CliRunner
 
 from spot_async.checks.capabilities import check_capabilities
@@ -170,14 +171,6 @@ def test_a_policy_is_told_what_the_run_trains_with_and_its_prompts_where_they_ar
     assert (later.iteration, later.progress) == (1, 1 / plan.schedule.iterations)
 
 
-def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
-    needs = plan_training(config).policy.needs
-    truncated = msgspec.structs.replace(
-        SERVED, exact_entropy=False, max_top_k=20, max_generation_top_k=20, candidate_logprobs="none", server="any"
-    )
-    check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
-
-
 def test_a_rule_that_needs_what_the_students_server_cannot_give_is_refused_with_both_names():
     nothing = msgspec.structs.replace(SERVED, candidate_logprobs="none", max_generation_top_k=0, server="v 1")
     of_samples = msgspec.structs.replace(nothing, max_generation_top_k=20)
@@ -186,9 +179,11 @@ def test_a_rule_that_needs_what_the_students_server_cannot_give_is_refused_with_
         said = rf"^student\.backend \(v 1\) serves no .*, which policy\.selection={rule} needs"
         with pytest.raises(ConfigError, match=said):
             check_capabilities(config, plan_training(config).policy.needs, {"student": student, "teacher": SERVED})
-    for more in (["selection=entropy"], ["selection=random"], ["selection=earliest"], ["score_variant=HC"]):
-        config = quickstart([f"policy.{each}" for each in more])
-        check_capabilities(config, plan_training(config).policy.needs, {"student": nothing, "teacher": SERVED})
+    truncated = msgspec.structs.replace(nothing, exact_entropy=False, max_top_k=20)  # bounds will do
+    others = ["selection=entropy", "selection=random", "selection=earliest", "score_variant=HC"]
+    for key, student in {**dict.fromkeys(others, nothing), "selection=score": of_samples}.items():
+        config = quickstart([f"policy.{key}"])
+        check_capabilities(config, plan_training(config).policy.needs, {"student": student, "teacher": truncated})
 
 
 def test_a_policy_that_chooses_tokens_needs_a_teacher_that_answers_for_them(config):
@@ -208,12 +203,6 @@ def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config
     config = quickstart(["evaluation.max_response_tokens=400"])
     with pytest.raises(ConfigError, match=r"evaluation\.max_response_tokens=400"):
         check_capabilities(config, NEEDS, {"student": small, "teacher": SERVED})
-
-
-def test_a_queue_that_cannot_hold_one_batch_in_bytes_is_refused(config):
-    config = quickstart(["queue.capacity_bytes=100000"])
-    with pytest.raises(ConfigError, match=r"queue\.capacity_bytes=100000 holds less than one batch .* raise it to"):
-        plan_training(config)
 
 
 ATTACHED = "{kind: vllm, url: 'http://localhost:8123/'}"
@@ -420,8 +409,7 @@ def change_config(directory, **changes):
 
 
 def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path):
-    problems = tmp_path / "few.jsonl"
-    problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))
+    problems = write(tmp_path, [{"problem": f"a1+{i}b", "answer": i + 1} for i in range(9)])
     template = tmp_path / "mine.jinja"
     template.write_text("{% for message in messages %}<|assistant|>{{ message.content }}{% endfor %}")
     changes = [f"data.train={problems}", f"evaluation.problems={problems}", f"prompt.template={template}"]
@@ -457,9 +445,8 @@ def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere
         {"problem": f"a1+{i}b", "answer": i + 1, "solution": f"one {i}" * (1 + i), "type": "t", "level": "Level 1"}
         for i in range(9)
     ]
-    problems = tmp_path / "few.jsonl"
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = [f"data.train={problems}", "evaluation=null", "training.batch_size=4", "training.mini_batch_size=4"]
+    train = f"data.train={write(tmp_path, rows)}"
+    changes = [train, "evaluation=null", "training.batch_size=4", "training.mini_batch_size=4"]
     plain = plan_training(quickstart(changes))
     own = [*changes, "prompt.teacher.text='{problem}so {solution}'"]
     with pytest.raises(
@@ -501,11 +488,10 @@ SEVERAL = """teachers={a: {model: examples/running_sum/teacher, prompt: {text: '
 )
 def test_a_teacher_that_is_not_told_what_the_student_is_told_is_named(tmp_path, given, said):
     rows = [{"problem": f"a1+{i}b", "answer": 3, "solution": "b3"} for i in range(1, 9)]
-    (problems := tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["evaluation=null", "sampling={max_prompt_tokens: 200, max_response_tokens: 40}"]
     small += [f"training.{name}=4" for name in ("batch_size", "mini_batch_size")]
     longest = [] if SEVERAL in given else ["prompt.teacher.max_tokens=300"]
-    own = [f"data.train={{path: {problems}}}", f"prompt.instruction={TOLD}"]
+    own = [f"data.train={{path: {write(tmp_path, rows)}}}", f"prompt.instruction={TOLD}"]
     config = quickstart([*small, *own, *longest, *given])
     lines = [line for line in plan_warnings(config, plan_training(config)) if "not told" in line]
     assert [line.partition(f": the teacher is not told {TOLD!r}")[0] for line in lines] == said
@@ -650,10 +636,9 @@ def wider(tmp_path):
         tokenizer.add_tokens(["<plain>", "</think>"])
         tokenizer.save_pretrained(tmp_path / role)
     (tmp_path / "mine.jinja").write_text("<|user|>{{ messages[-1].content }}<new><|assistant|>")
-    for name, parts in {"spelled": {"problem": "1+1<new>"}, "plain": {"problem": "1+1<plain>"}}.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": "p", "answer": 2, **parts}) + "\n")
-    row = {"id": "p", "problem": "1+1", "answer": 2, "response": "2<new>"}
-    (tmp_path / "response.jsonl").write_text(json.dumps(row) + "\n")
+    rows = {"spelled": {"problem": "1+1<new>"}, "plain": {"problem": "1+1<plain>"}, "response": {"response": "2<new>"}}
+    for name, parts in rows.items():
+        write(tmp_path, [{"id": "p", "problem": "1+1", "answer": 2, **parts}], f"{name}.jsonl")
     return tmp_path
 
 

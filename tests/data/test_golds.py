@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from problem_files import FEW, load, read, write
+from problem_files import FEW, doubts, load, read, write
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -129,10 +129,6 @@ def test_ids_may_be_the_rows_numbers(tmp_path):
     assert [(problem.id, problem.tier) for problem in found] == [("row-1", None), ("row-2", None)]
     with pytest.raises(ValueError, match="problem: null, but only id, tier, category may be"):
         load(tmp_path, rows, fields={"problem": None})
-
-
-def doubts(tmp_path, rows, **more):
-    return load(tmp_path, rows, needs_answers=False, **more).doubts("data.train", None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem_files import CANONICAL, INSTRUCTION, load, needs_data, read, write
+from problem_files import CANONICAL, INSTRUCTION, doubts, load, needs_data, read, write
 
 from spot_async.config import ProblemSetConfig
 from spot_async.data import load_problem_set
@@ -358,10 +358,6 @@ def test_a_run_that_shows_solutions_to_its_teacher_keeps_them_in_every_layout(tm
         assert (plain.answer, kept.answer) == ("2", "2")
 
 
-def unread(tmp_path, rows, **more):
-    return load(tmp_path, rows, needs_answers=False, **more).doubts("data.train", None)
-
-
 @pytest.mark.parametrize(
     ("row", "column", "fields"),
     [
@@ -378,7 +374,7 @@ def unread(tmp_path, rows, **more):
     ],
 )
 def test_a_column_that_belongs_to_the_question_and_is_not_read_is_named(tmp_path, row, column, fields):
-    (line,) = unread(tmp_path, [{**row, column: None}, row, {**row, "id": 3}], fields=fields)
+    (line,) = doubts(tmp_path, [{**row, column: None}, row, {**row, "id": 3}], fields=fields)
     assert line.startswith(f"data.train: column {column!r} may belong to the question and is not read")
     assert "2 of 3 rows, first " in line
     assert "problems.jsonl:2" in line
@@ -386,14 +382,14 @@ def test_a_column_that_belongs_to_the_question_and_is_not_read_is_named(tmp_path
 
 def test_columns_that_are_read_empty_or_in_the_question_and_those_of_usual_sets_are_not_named(tmp_path):
     said = {"problem": "Be brief. 1+1? (A) 2 (B) 3", "system": "Be brief.", "options": ["2", "3"], "input": ""}
-    assert unread(tmp_path, [said]) == []
+    assert doubts(tmp_path, [said]) == []
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert unread(tmp_path, [{"messages": turns, "system": "Be brief."}]) == []
+    assert doubts(tmp_path, [{"messages": turns, "system": "Be brief."}]) == []
     assert (
-        unread(tmp_path, [{"question": "q", "choices": ["2", "3"], "answer": 0}], fields={"choices": "choices"}) == []
+        doubts(tmp_path, [{"question": "q", "choices": ["2", "3"], "answer": 0}], fields={"choices": "choices"}) == []
     )
-    assert unread(tmp_path, [{"input": "1+1?", "output": "2"}], fields={"problem": "input", "answer": "output"}) == []
+    assert doubts(tmp_path, [{"input": "1+1?", "output": "2"}], fields={"problem": "input", "answer": "output"}) == []
     names = (
         "id source level subject difficulty data_source ability extra_info url domain solution response type topic hint"
     )
-    assert unread(tmp_path, [{"problem": "1+1?", "answer": "2", **dict.fromkeys(names.split(), "x")}]) == []
+    assert doubts(tmp_path, [{"problem": "1+1?", "answer": "2", **dict.fromkeys(names.split(), "x")}]) == []

@@ -35,7 +35,7 @@ def write(tmp_path, text):
         ('[{"problem": "1+1", "answer": "2"}]\n', ":1:", "a file that is one list is a .json"),
         ('{"problem": "1+1", "answer": NaN}\n', ":1:", "JSON has no NaN or Infinity: write null"),
         ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n', ":2:", "no `answer`, which all rows before have"),
-        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", ""),
+        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer"\n', ":2:", "not valid JSON: "),
         ('{"problem": "1+1", "answer": ""}\n', ":1:", "`answer` (column 'answer') is empty"),
         ('{"problem": "  ", "answer": "2"}\n', ":1:", "`problem` (column 'problem') is empty"),
         ('{"problem": ["1+1"], "answer": "2"}\n', ":1:", "column 'problem' is ['1+1'], but"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from problem_files import write
 
 from spot_async.config import ProblemSetConfig, RouteConfig
 from spot_async.data.problem_set import load_problem_set
@@ -75,8 +75,8 @@ def test_what_leaves_a_problem_without_a_teacher_or_a_teacher_without_a_problem_
 
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path):
-    (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2", "side": "left"}) + "\n")
-    settings = ProblemSetConfig(path=str(tmp_path / "p.jsonl"), fields={"domain": "side"})
+    path = write(tmp_path, [{"problem": "1+1", "answer": "2", "side": "left"}])
+    settings = ProblemSetConfig(path=path, fields={"domain": "side"})
     assert load_problem_set(settings, "data.train").problems[0].domain == "left"
     with pytest.raises(DataError, match=r"no column 'sides', which policy.route.by names"):
         load_problem_set(settings.model_copy(update={"fields": {"domain": "sides"}}), "data.train")

@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from problem_files import write
 from rich.console import Console
 
 from spot_async.checks.plan import plan_training
@@ -133,8 +134,7 @@ def test_training_on_choices_that_no_prompt_shows_is_warned_of(files, tmp_path):
     shown = {"problem": "a1+2b (A) 3 (B) 4", "options": ["3", "4"], "answer": "A"}
     rows = [{**shown, "problem": f"{i} {shown['problem']}"} for i in range(8)]
     rows[1]["problem"] = "a1+2b"
-    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    set_of_choices = {"path": str(tmp_path / "choices.jsonl"), "fields": {"choices": "options"}}
+    set_of_choices = {"path": write(tmp_path, rows), "fields": {"choices": "options"}}
     plan = planned([files[0], set_of_choices], "training.iterations=4")
     (line,) = [line for line in plan.doubts if "choices" in line]
     said = "choices that are not in the problem stand in no prompt (write them into it): 1 of 8 rows, first row-2"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from problem_files import FEW, write
 from typer.testing import CliRunner
 
 from spot_async.checks.plan import plan_training
@@ -20,6 +21,7 @@ from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
+    FEW,
     "training.batch_size=8",
     "training.mini_batch_size=4",
     "training.warmup_iterations=0",
@@ -38,15 +40,6 @@ PAID = {
 @pytest.fixture(autouse=True)
 def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_problems(tmp_path_factory):
-    """For it to be quick."""
-    path = tmp_path_factory.mktemp("data") / "few.jsonl"
-    lines = (ROOT / "examples" / "running_sum" / "data" / "train.jsonl").read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:40]))
-    SMALL.append(f"data.train={path}")
 
 
 def configured(*overrides, **backend):
@@ -104,7 +97,7 @@ def test_a_verifier_behind_a_url_is_asked_about_each_response_and_probe(policy, 
 def test_an_earlier_runs_responses_are_assumed(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     rows = [{"iteration": n, "rollout/tokens": tokens} for n, tokens in ((1, 30.0), (2, 50.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path, rows, "metrics.jsonl")
     config, plan = configured("policy=opd")
     (teacher,) = endpoints(config, plan, tmp_path)
     prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, 24))
@@ -158,9 +151,8 @@ def test_a_budget_of_tokens_that_start_and_run_may_spend_is_named():
 
 
 def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_path):
-    rows = [{"id": str(number), "problem": f"a{number}b+2", "answer": number + 2} for number in range(5)]
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [f"evaluation.problems={tmp_path / 'few.jsonl'}", "evaluation.samples=3"]
+    few = write(tmp_path, [{"id": str(n), "problem": f"a{n}b+2", "answer": n + 2} for n in range(5)])
+    given = [f"evaluation.problems={few}", "evaluation.samples=3"]
     for backend in ({"kind": "local"}, PAID):
         words = ["eval", "configs/quickstart.yaml", *given, f"student.backend={json.dumps(backend)}", "--dry-run"]
         shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, words).output
@@ -173,12 +165,6 @@ def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_pat
 def test_nothing_is_estimated_of_what_costs_nothing():
     config = load_config(ROOT / "configs" / "quickstart.yaml", SMALL)
     assert endpoints(config, plan_training(config)) == []
-
-
-def test_a_budget_without_prices_is_refused():
-    backend = json.dumps({"kind": "openai", "url": "http://127.0.0.1:9", "budget": 5.0})
-    with pytest.raises(Exception, match="budget=5 needs prices"):
-        load_config(ROOT / "configs" / "quickstart.yaml", [f"teacher.backend={backend}"])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +181,7 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does(policy, rollouts, 
     assert (found.rollouts, found.trained, found.evaluations) == (rollouts * 32 * 100, trained, 0)
     assert found.probes == 32 * needs.probes_per_prompt * 50
     assert (needs.probes_per_prompt > 0) == (probes > 0)
-    problems = 32 if written else 0  # each of them once, and 32 of 40 in this order
+    problems = 32 if written else 0  # each of them once, and 32 of 180 in this order
     assert found.teacher_written == problems * 100
     scored = needs.teacher_top_k > 0 or needs.reference
     assert found.scored == scored * trained
@@ -211,4 +197,4 @@ def test_a_prompt_of_the_teachers_own_is_paid_for_and_trained_on_by_nobody():
     (teacher,) = endpoints(config, plan)
     assert teacher.at_most.used.prompt_tokens == read + 24 * 160
     found = tokens(config, plan, 100.0, 1.0)
-    assert (found.scored, found.trained) == (read + 24 * 100, students + 24 * 100)
+    assert (found.scored, found.trained) == pytest.approx((read + 24 * 100, students + 24 * 100))

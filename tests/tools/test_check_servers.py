@@ -649,12 +649,6 @@ async def test_a_paid_teacher_that_never_stops_throttling_is_refused_in_a_line(
     assert refusal.endswith("set its requests_per_minute and tokens_per_minute to what it allows")
 
 
-def problems_of_another_kind(path: Path) -> Path:
-    rows = [{"problem": "СКОЛЬКО БУДЕТ ДВА И ТРИ?", "answer": "7"} for _ in range(64)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
-
-
 def test_held_out_problems_that_are_trained_on_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:
     """Also those of a few words, and whatever the format makes of their text."""
     same = {"problem": "a1+2b", "answer": "A", "choices": ["3", "4"]}
@@ -673,7 +667,7 @@ def test_held_out_problems_that_are_trained_on_are_a_warning_of_the_dry_run(tmp_
 
 
 def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: Path) -> None:
-    problems = problems_of_another_kind(tmp_path / "problems.jsonl")
+    problems = write(tmp_path, [{"problem": "СКОЛЬКО БУДЕТ ДВА И ТРИ?", "answer": "7"}] * 64)
     dry = ["train", "configs/quickstart.yaml", "--dry-run", "prompt.instruction="]
     warned = CliRunner().invoke(app, [*dry, f"data.train={problems}"])
     assert warned.exit_code == 0, warned.output
@@ -695,35 +689,25 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
     )
     monkeypatch.syspath_prepend(tmp_path)
     frozen = "student.backend.kind=frozen_server:Frozen"
-    unsafe = CliRunner().invoke(
-        app, ["check", "configs/quickstart.yaml", *FEW, frozen, f"--directory={tmp_path / 'logs'}"]
-    )
+    check = ["check", "configs/quickstart.yaml", *FEW]
+    unsafe = CliRunner().invoke(app, [*check, frozen, f"--directory={tmp_path / 'logs'}"])
     assert unsafe.exit_code == 1, unsafe.output
     assert "unsafe: student.backend takes no new weights" in unsafe.output
     assert "round trip" in unsafe.output
     assert (tmp_path / "logs" / "logs" / "student.log").exists()
     silent = "verifier={kind: http, url: http://127.0.0.1:1/judge}"
-    unjudged = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, silent])
+    unjudged = CliRunner().invoke(app, [*check, silent])
     assert unjudged.exit_code == 1
     assert "error: verifier/judge: nothing answers at 127.0.0.1:1: " in unjudged.stderr
-    found = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, "--json"])
+    found = CliRunner().invoke(app, [*check, "--json"])
     assert found.exit_code == 0, found.output
     roles = json.loads(found.stdout)["roles"]
     assert roles["teacher"]["score_top_k"] == 48
-    wrong = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, "teacher.modl=x"])
+    wrong = CliRunner().invoke(app, [*check, "teacher.modl=x"])
     assert wrong.exit_code == 2
     assert "did you mean `model`?" in wrong.stderr
-    refused = CliRunner().invoke(
-        app,
-        [
-            "train",
-            "configs/quickstart.yaml",
-            *FEW,
-            frozen,
-            f"run.directory={tmp_path / 'run'}",
-            "training.iterations=4",
-        ],
-    )
+    run = [f"run.directory={tmp_path / 'run'}", "training.iterations=4"]
+    refused = CliRunner().invoke(app, ["train", "configs/quickstart.yaml", *FEW, frozen, *run])
     assert refused.exit_code == 2, refused.output
     assert "error: student.backend takes no new weights" in refused.stderr
 
