@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 from command import arguments, assert_refused, invoke
+from small_runs import EXAMPLE, NAMED
 
 from spot_async.base.processes.gpus import GpuSoftware, gpu_count, physical_gpus, visible_gpus
 from spot_async.checks.device_shares import on_named_devices
@@ -25,14 +25,7 @@ from spot_async.trainer.nodes.topology import left_alone
 from spot_async.trainer.parallel import rank_device
 from spot_async.trainer.settings import expected_attention
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
-RUN = {
-    "student": {"model": "none"},
-    "teacher": {"model": "none"},
-    "data": {"train": "d"},
-    "policy": "opd",
-    "training": {"iterations": 1},
-}
+RUN = {**NAMED, "training": {"iterations": 1}}
 NO_GPU = Machine(gpus=0, visible=0, torch_has_gpus=False, cores=2)
 TWO_GPUS = Machine(gpus=2, visible=2, torch_has_gpus=True, cores=16)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from joined_teacher import EXAMPLE, with_bytes, with_joined_tokens
+from problem_files import write
+from small_runs import example_run
 
 from spot_async.checks import own_tokenizers
 from spot_async.checks.capabilities import check_capabilities, sums_ends
@@ -40,15 +42,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def tree(models: dict[str, Path], name: str, policy: Any = "opd", read: Any = None, **teacher: Any) -> dict[str, Any]:
-    return {
-        "student": {"model": str(models["student"])},
-        "teacher": {"model": str(models.get(name, EXAMPLE / name)), "tokenizer": "own", **teacher},
-        "data": {"train": str(EXAMPLE / "data/heldout.jsonl")},
-        "prompt": {"instruction": ""} | ({} if read is None else {"teacher": {"max_tokens": 64, **read}}),
-        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
-        "policy": policy,
-        "training": {"iterations": 1, "batch_size": 4, "mini_batch_size": 4},
-    }
+    return example_run(
+        student={"model": str(models["student"])},
+        teacher={"model": str(models.get(name, EXAMPLE / name)), "tokenizer": "own", **teacher},
+        prompt={"instruction": ""} | ({} if read is None else {"teacher": {"max_tokens": 64, **read}}),
+        policy=policy,
+        training={"iterations": 1, "batch_size": 4, "mini_batch_size": 4},
+    )
 
 
 DISTILL = {"kind": "distill", "divergence": "jsd"}
@@ -87,9 +87,7 @@ def test_bad_input_is_one_line_with_its_key(models, tmp_path, name, changes, wor
         given["student"]["model"], given["teacher"]["model"] = str(models["joined"]), str(models["teacher"])
     if (text := {"rewriting": "a=1", "splitting": "+1-2+3"}.get(name)) is not None:
         problems = [{"id": f"p{n}", "problem": f"{text}{n}", "answer": "1"} for n in range(8)]
-        path = tmp_path / "problems.jsonl"
-        path.write_text("".join(json.dumps(each) + "\n" for each in problems))
-        given["data"] = {"train": str(path)}
+        given["data"] = {"train": write(tmp_path, problems)}
     line = refusal(given)
     assert re.search(words, line), line
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from command import ROOT, Command, assert_refused, error_lines, invoke, small_disk
+from problem_files import write
+from small_runs import EXAMPLE, HELD_OUT, example_run, rows
 
 import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import validate
-
-EXAMPLE = ROOT / "examples" / "running_sum"
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +26,6 @@ def _found_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
 
 
-def samples_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-
-
-HELD_OUT = str(EXAMPLE / "data/heldout.jsonl")
 SEVERAL = [  # an environment for each of two sets, and none for the third
     {"path": HELD_OUT, "share": 0.5, "environment": {"object": "text_worlds:Again"}},
     {"path": HELD_OUT, "share": 0.25, "environment": {"object": "text_worlds:Once", "judge": "environment"}},
@@ -39,17 +34,10 @@ SEVERAL = [  # an environment for each of two sets, and none for the third
 
 
 def small_run(run: Path, train: Any = HELD_OUT, **sections: Any) -> dict[str, Any]:
-    return {
-        "student": {"model": str(EXAMPLE / "student")},
-        "teacher": {"model": str(EXAMPLE / "teacher")},
-        "data": {"train": train},
-        "prompt": {"instruction": ""},
-        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 240},
-        "policy": {"kind": "opd"},
-        "training": {"iterations": 1, "batch_size": 16, "mini_batch_size": 8, "learning_rate": 2e-4},
-        "run": {"directory": str(run)},
-        **sections,
-    }
+    training = {"iterations": 1, "batch_size": 16, "mini_batch_size": 8, "learning_rate": 2e-4}
+    sampling = {"max_prompt_tokens": 64, "max_response_tokens": 240}
+    own = {"teacher": {"model": str(EXAMPLE / "teacher")}, "data": {"train": train}, "run": {"directory": str(run)}}
+    return example_run(**{**own, "sampling": sampling, "training": training, **sections})
 
 
 async def test_a_run_learns_from_episodes_and_evaluates_on_them(
@@ -66,7 +54,7 @@ async def test_a_run_learns_from_episodes_and_evaluates_on_them(
         },
     )
     await spot_async.run_async(config)
-    samples = samples_of(tmp_path / "run")
+    samples = rows(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 16
     several = [each for each in samples if len(each["turns"]) == 2]
     assert len(several) > 8
@@ -77,38 +65,40 @@ async def test_a_run_learns_from_episodes_and_evaluates_on_them(
         assert {each["behavior_logprobs"][t] for t in range(read[0], read[1])} == {None}
         assert not {branch["position"] for branch in each["branches"]} & set(range(read[0], read[1]))
         assert each["ended"] in ("done", "tokens")
-    (row, *_) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (row, *_) = rows(tmp_path / "run" / "metrics.jsonl")
     assert row["environment/turns"] > 1.5
     assert 0 < row["environment/read_share"] < 0.5
     assert row["environment/reward"] > 0.5
-    held_out = [json.loads(line) for line in (tmp_path / "run" / "evaluation-after.jsonl").read_text().splitlines()]
+    held_out = rows(tmp_path / "run" / "evaluation-after.jsonl")
     assert {each["turns"] for each in held_out} & {2}
 
 
 async def test_each_set_is_played_in_its_own_environment_and_the_last_in_none(
     tmp_path: Path, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
-    held_out = {"path": HELD_OUT, "samples": 1, "max_response_tokens": 240, "verifier": "boxed_match"}
-    benchmarks = {"played": {**held_out, "environment": {"object": "text_worlds:Again"}}, "plain": held_out}
+    set_of = {"path": HELD_OUT, "samples": 1, "max_response_tokens": 240, "verifier": "boxed_match"}
+    benchmarks = {"played": {**set_of, "environment": {"object": "text_worlds:Again"}}, "plain": set_of}
     evaluated = {"evaluation": {"benchmarks": benchmarks, "limit": 2}}
     await spot_async.run_async(small_run(tmp_path / "run", SEVERAL, **evaluated))
     of_set: dict[str, list[dict[str, Any]]] = {"1": [], "2": [], "3": []}
-    for each in samples_of(tmp_path / "run"):
+    for each in rows(tmp_path / "run" / "samples.jsonl"):
         of_set[each["problem_id"][0]].append(each)
     assert [*map(len, of_set.values())] == [8, 4, 4]
     assert max(len(each["turns"]) for each in of_set["1"]) == 2
     assert all(each["turns"] == [0] for each in of_set["2"])
     assert {each["reward"] for each in of_set["2"] if each["ended"] == "done"} == {0.25}
     assert all("turns" not in each for each in of_set["3"])
-    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (row,) = rows(tmp_path / "run" / "metrics.jsonl")
     played = [each for key in "12" for each in of_set[key]]
     assert row["environment/turns"] == pytest.approx(sum(len(each["turns"]) for each in played) / 12)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "evaluation-after.jsonl").read_text().splitlines()]
-    assert [("turns" in each) for each in rows] == [each["benchmark"] == "played" for each in rows]
+    held_out = rows(tmp_path / "run" / "evaluation-after.jsonl")
+    assert [("turns" in each) for each in held_out] == [each["benchmark"] == "played" for each in held_out]
 
     sets = [{name: value for name, value in each.items() if name != "environment"} for each in SEVERAL]
     await spot_async.run_async(small_run(tmp_path / "plain", sets))
-    plain = [each["response_ids"] for each in samples_of(tmp_path / "plain") if each["problem_id"][0] == "3"]
+    plain = [
+        each["response_ids"] for each in rows(tmp_path / "plain" / "samples.jsonl") if each["problem_id"][0] == "3"
+    ]
     assert sorted(plain) == sorted(each["response_ids"] for each in of_set["3"])
 
 
@@ -149,9 +139,8 @@ def test_what_answers_turns_of_held_out_problems_alone_is_no_matter_of_training(
 
 
 def test_a_reset_gets_the_columns_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"problem": f"a{n}+1", "answer": str(n + 1), "tier": "easy", "deck": [n, n]} for n in range(64)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = [f"data.train={tmp_path / 'rows.jsonl'}", "environment.object=text_worlds:Told", "evaluation=null"]
+    told = [{"problem": f"a{n}+1", "answer": str(n + 1), "tier": "easy", "deck": [n, n]} for n in range(64)]
+    keys = [f"data.train={write(tmp_path, told)}", "environment.object=text_worlds:Told", "evaluation=null"]
     words = ["train", "configs/quickstart.yaml", "--dry-run", *keys]
     shown = invoke(monkeypatch, *words, 'environment.columns=["deck"]')
     assert "4+7<|assistant|>" in shown.stdout, shown.output  # six of a problem's, and the deck; not the tier itself
@@ -274,6 +263,7 @@ def test_a_run_that_ends_in_an_episode_leaves_nothing_and_continues_to_the_same_
         weights = [(each / "student" / "model.safetensors").read_bytes() for each in (uncut, run)]
         assert weights[0] == weights[1]
         ids = [
-            sorted((each["iteration"], str(each["response_ids"])) for each in samples_of(ran)) for ran in (uncut, run)
+            sorted((each["iteration"], str(each["response_ids"])) for each in rows(ran / "samples.jsonl"))
+            for ran in (uncut, run)
         ]
         assert ids[0] == ids[1]

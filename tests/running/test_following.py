@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -14,6 +13,7 @@ import pytest
 from engine_requests import dense_logprobs
 from kill_drill import command, weights
 from problem_files import FEW
+from small_runs import EXAMPLE, example_run, rows
 
 import spot_async
 from spot_async.checks.plan import plan_training, plan_warnings
@@ -23,32 +23,21 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.run_directory.manifest import committed
 
 ROOT = Path(__file__).parents[2]
-SUM = ROOT / "examples" / "running_sum"
-STUDENT = SUM / "student"
+STUDENT = EXAMPLE / "student"
 LORA = {"rank": 4, "alpha": 8.0}
 BY_ADAPTER = {"kind": "local", "weights": {"transport": "adapter"}}
 
 
 def tree(folder, teacher, **changes):
-    rows = (SUM / "data/train.jsonl").read_text().splitlines()[:32]
-    data = folder / "train.jsonl"
-    data.write_text("".join(f"{row}\n" for row in rows))
     training = {"iterations": 4, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3, "keep_weights": 8}
-    return {
+    own = {
         "run": {"directory": str(folder / "run")},
-        "student": {"model": str(STUDENT)},
         "teacher": {"model": str(STUDENT), **teacher},
-        "data": {"train": str(data)},
         "prompt": {"instruction": "", "template": "student"},
         "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 32},
-        "policy": "opd",
         "training": {**training, **changes.pop("training", {})},
-        **changes,
     }
-
-
-def rows(run, name):
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return example_run(**{**own, **changes})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +55,7 @@ def rows(run, name):
         ({"served_by": "student"},
          {"student": {"model": str(STUDENT), "backend": BY_ADAPTER}, "training": {"lora": LORA}, "policy": "kd"},
          "teacher.backend writes no responses"),
-        ({"follows": {"every": 1}, "model": str(SUM / "teacher")}, {},
+        ({"follows": {"every": 1}, "model": str(EXAMPLE / "teacher")}, {},
          "teacher.model=.*teacher: it is to be the student, and so begins with its weights: set it to student.model="),
         ({"follows": {"every": 2}, "backend": {"kind": "openai", "url": "http://localhost:1"}}, {},
          "teacher.backend.kind=openai: policy opd needs a teacher that can `update_weights`"),
@@ -109,13 +98,13 @@ def test_the_pull_of_the_live_self_on_the_students_own_servers_is_nothing(
         max_staleness=max_staleness,
     )
     outcome = spot_async.run(given)
-    metrics = rows(outcome.directory, "metrics.jsonl")
+    metrics = rows(outcome.directory / "metrics.jsonl")
     assert {row["iteration"] for row in metrics} == {1, 2, 3, 4}
     assert not any(key.startswith("replica/teacher") for row in metrics for key in row)
     assert all(row["stage/score/requests"] == 8 for row in metrics if not max_staleness)
     served = [
         np.subtract(sample["teacher_logprobs"], sample["behavior_logprobs"])
-        for sample in rows(outcome.directory, "samples.jsonl")
+        for sample in rows(outcome.directory / "samples.jsonl")
         if len({*map(str, sample.get("writers", [sample["version"]]))}) == 1
     ]
     if not max_staleness:
@@ -137,7 +126,7 @@ def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_thre
         training={"lora": lora},
     )
     run = spot_async.run(given).directory
-    pulls = [abs(row["train/pull_mean"]) for row in rows(run, "metrics.jsonl")]
+    pulls = [abs(row["train/pull_mean"]) for row in rows(run / "metrics.jsonl")]
     if follows == {"every": 1}:
         assert max(pulls) < 1e-5
         return
@@ -148,15 +137,19 @@ def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_thre
             "adapter_model.safetensors",
         ]
         return
-    tokenizer = Vocabulary.load(STUDENT).tokenizer
-    samples = {row["iteration"]: row for row in rows(run, "samples.jsonl")}
+    samples = {row["iteration"]: row for row in rows(run / "samples.jsonl")}
     for iteration, sample in samples.items():
         had = iteration - 1 if "decay" in follows else (iteration - 1) // 2 * 2
         model = run / f"weights/teacher/step-{had:06d}" if had else STUDENT
-        read = tokenizer(f"<|user|>{sample['problem']}<|assistant|>", add_special_tokens=False).input_ids
-        response = np.array(sample["response_ids"])
-        expected = dense_logprobs(model, np.array(read), response)[np.arange(len(response)), response]
-        np.testing.assert_allclose(sample["teacher_logprobs"], expected, atol=1e-4)
+        np.testing.assert_allclose(sample["teacher_logprobs"], said_by(model, sample), atol=1e-4)
+
+
+def said_by(model, sample):
+    """The log-probabilities (T,) of a sample's tokens under a model's weights."""
+    chat = f"<|user|>{sample['problem']}<|assistant|>"
+    read = Vocabulary.load(STUDENT).tokenizer(chat, add_special_tokens=False).input_ids
+    response = np.array(sample["response_ids"])
+    return dense_logprobs(model, np.array(read), response)[np.arange(len(response)), response]
 
 
 @pytest.mark.long
@@ -164,7 +157,7 @@ def test_of_several_teachers_each_follows_in_its_own_way(tmp_path, servers_on_th
     given = tree(tmp_path, {}, policy={"kind": "several_teachers:AsksAll"}, training={"iterations": 2})
     del given["teacher"]
     given["teachers"] = {
-        "math": {"model": str(SUM / "teacher")},
+        "math": {"model": str(EXAMPLE / "teacher")},
         "average": {"model": str(STUDENT), "follows": {"decay": 0.5}},
         "live": {"model": str(STUDENT), "follows": {"every": 1}, "served_by": "student"},
     }
@@ -172,7 +165,7 @@ def test_of_several_teachers_each_follows_in_its_own_way(tmp_path, servers_on_th
     assert sorted(each.name for each in (run / "weights").iterdir() if each.name.startswith("teacher")) == [
         "teachers.average"
     ]
-    assert len(rows(run, "metrics.jsonl")) == 2
+    assert len(rows(run / "metrics.jsonl")) == 2
     assert spot_async.resume(run, ["training.iterations=3", "training.schedule_iterations=null"]).iterations == 3
 
 
@@ -184,11 +177,8 @@ def test_the_frozen_self_is_the_base_of_the_students_servers(tmp_path, servers_o
         training={"lora": LORA, "learning_rate": 1e-2},
     )
     run = spot_async.run(given).directory
-    tokenizer = Vocabulary.load(STUDENT).tokenizer
-    sample = rows(run, "samples.jsonl")[-1]
-    read = tokenizer(f"<|user|>{sample['problem']}<|assistant|>", add_special_tokens=False).input_ids
-    response = np.array(sample["response_ids"])
-    expected = dense_logprobs(STUDENT, np.array(read), response)[np.arange(len(response)), response]
+    sample = rows(run / "samples.jsonl")[-1]
+    expected = said_by(STUDENT, sample)
     np.testing.assert_allclose(sample["teacher_logprobs"], expected, atol=1e-4)
     assert np.abs(np.subtract(sample["behavior_logprobs"], expected)).max() > 1e-3
 
@@ -226,5 +216,5 @@ def test_real_processes_continue_after_a_kill_to_the_same_bits_the_teachers_weig
         assert (run / name).stat().st_size == (whole / name).stat().st_size > 0
     taught = [(path / f"weights/teacher/{step}/model.safetensors").read_bytes() for path in (run, whole)]
     assert taught[0] == taught[1]
-    said = [[row["teacher_logprobs"] for row in rows(path, "samples.jsonl")] for path in (run, whole)]
+    said = [[row["teacher_logprobs"] for row in rows(path / "samples.jsonl")] for path in (run, whole)]
     assert said[0] == said[1]

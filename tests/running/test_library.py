@@ -21,6 +21,7 @@ import pytest
 from evaluation_files import written
 from problem_files import FEW
 from run_files import make_run, metrics_row, spot_sample
+from small_runs import EXAMPLE, example_run, rows
 from typer.testing import CliRunner
 
 import spot_async
@@ -33,15 +34,7 @@ from spot_async.types import ScoreRequest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "library.md"
-QUICK = {
-    "student": {"model": "examples/running_sum/student"},
-    "teacher": {"model": "examples/running_sum/teacher"},
-    "data": {"train": "examples/running_sum/data/heldout.jsonl"},
-    "prompt": {"instruction": ""},
-    "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
-    "policy": "opd",
-    "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 4},
-}
+QUICK = example_run(teacher={"model": str(EXAMPLE / "teacher")})
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +60,6 @@ def python(folder, *arguments):
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.long
@@ -319,16 +308,10 @@ async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on
     assert await spot_async.run_async(QUICK) == "outcome"
 
 
-def test_overrides_in_one_string_are_refused_in_words_that_help():
-    with pytest.raises(
-        spot_async.ConfigError, match=r"overrides is a list of strings: give \['training\.iterations=2'\]"
-    ):
-        spot_async.run(QUICK, "training.iterations=2")
-
-
 @pytest.mark.parametrize(
     ("overrides", "meant"),
     [
+        ("training.iterations=2", "['training.iterations=2']"),
         ({"training.iterations": 2, "policy": "opd"}, "['training.iterations=2', 'policy=\"opd\"']"),
         ([("training.iterations", 2)], "['section.key=value']"),
         (None, "['section.key=value']"),

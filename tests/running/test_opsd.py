@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine_requests import dense_logprobs
+from problem_files import write
+from small_runs import EXAMPLE, example_run, rows
 
 import spot_async
 from spot_async.checks.plan import plan_training
@@ -19,7 +20,7 @@ from spot_async.running.assembly import make_stages
 from spot_async.types import ChatTurn
 
 ROOT = Path(__file__).parents[2]
-STUDENT = ROOT / "examples" / "running_sum" / "student"
+STUDENT = EXAMPLE / "student"
 PROBLEMS = 16
 
 
@@ -36,21 +37,17 @@ def solved(problem: str) -> str:
 @pytest.fixture
 def outcome(tmp_path, monkeypatch, servers_on_threads, trainer_on_thread):
     monkeypatch.chdir(ROOT)
-    lines = (ROOT / "examples/running_sum/data/train.jsonl").read_text().splitlines()[:PROBLEMS]
-    rows = [json.loads(line) for line in lines]
-    data = tmp_path / "solved.jsonl"
-    data.write_text("".join(json.dumps(row | {"solution": solved(row["problem"])}) + "\n" for row in rows))
+    some = rows(EXAMPLE / "data" / "train.jsonl")[:PROBLEMS]
+    data = write(tmp_path, [row | {"solution": solved(row["problem"])} for row in some])
     return spot_async.run(
-        {
-            "run": {"directory": str(tmp_path / "run")},
-            "student": {"model": str(STUDENT)},
-            "teacher": {"model": str(STUDENT)},
-            "data": {"train": str(data)},
-            "prompt": {"instruction": "", "teacher": {"text": "{problem} {solution}", "max_tokens": 256}},
-            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
-            "policy": "opd",
-            "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
-        }
+        example_run(
+            run={"directory": str(tmp_path / "run")},
+            teacher={"model": str(STUDENT)},
+            data={"train": data},
+            prompt={"instruction": "", "teacher": {"text": "{problem} {solution}", "max_tokens": 256}},
+            sampling={"max_prompt_tokens": 64, "max_response_tokens": 48},
+            training={"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
+        )
     )
 
 
@@ -59,16 +56,8 @@ def test_a_policys_turns_are_rendered_by_the_template_of_the_teachers_prompts(mo
     (tmp_path / "own.jinja").write_text("{% for turn in messages %}{{ turn.role[0] + turn.content }}{% endfor %}")
     read = {"template": str(tmp_path / "own.jinja"), "max_tokens": 64}
     for own, expected in ((None, "<|user|>a1<|assistant|>one<|end|><|user|>b2<|assistant|>"), (read, "<|unk|>a1aone")):
-        tree = {
-            "student": {"model": str(STUDENT)},
-            "teacher": {"model": str(STUDENT)},
-            "data": {"train": "examples/running_sum/data/heldout.jsonl"},
-            "prompt": {"instruction": "", "teacher": own},
-            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
-            "policy": "opd",
-            "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 8},
-        }
-        config = config_from(tree)
+        prompt = {"instruction": "", "teacher": own}
+        config = config_from(example_run(teacher={"model": str(STUDENT)}, prompt=prompt))
         plan = plan_training(config)
         services = SimpleNamespace(student=None, reference=None, backends={}, capabilities={}, kept_scores={})
         stages = make_stages(config, plan, services, None).for_prompt(next(iter(plan.schedule)))
@@ -78,8 +67,7 @@ def test_a_policys_turns_are_rendered_by_the_template_of_the_teachers_prompts(mo
 
 
 def test_a_student_learns_from_itself_behind_the_solution(outcome):
-    lines = (outcome.directory / "samples.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = rows(outcome.directory / "samples.jsonl")
     tokenizer = Vocabulary.load(STUDENT).tokenizer
     assert len(samples) == 16
     for sample in samples[:4]:  # of the first iteration: teacher and student have the same weights
@@ -93,7 +81,7 @@ def test_a_student_learns_from_itself_behind_the_solution(outcome):
         np.testing.assert_allclose(sample["teacher_logprobs"], dense_logprobs(STUDENT, read, response)[at], atol=1e-4)
         np.testing.assert_allclose(sample["behavior_logprobs"], dense_logprobs(STUDENT, own, response)[at], atol=1e-4)
         assert np.abs(np.subtract(sample["teacher_logprobs"], sample["behavior_logprobs"])).max() > 0.1
-    metrics = [json.loads(line) for line in (outcome.directory / "metrics.jsonl").read_text().splitlines()]
-    for row in metrics:  # the trainer computes what the student's server did: it trains on the student's prompt
+    # The trainer computes what the student's server did: it trains on the student's prompt.
+    for row in rows(outcome.directory / "metrics.jsonl"):
         assert row["train/mismatch_max"] < 1e-3
         assert row["train/grad_norm"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -15,6 +14,7 @@ import pytest
 import torch
 from joined_teacher import with_bytes, with_joined_tokens
 from padded_models import padded_model
+from small_runs import EXAMPLE, example_run, rows
 from transformers import AutoModelForCausalLM
 
 import spot_async
@@ -22,9 +22,6 @@ from spot_async.models.chunks import Reading, chunk_sums
 from spot_async.models.own_tokens import OwnTokens
 
 ROOT = Path(__file__).parents[2]
-
-
-HELD_OUT = ROOT / "examples/running_sum/data/heldout.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +34,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 async def trained(directory: Path, models: dict[str, str], *overrides: str, **sections: Any) -> list[dict[str, Any]]:
     """Train, and return the samples."""
-    await spot_async.run_async(
-        {
-            "student": {"model": models["student"]},
-            "data": {"train": str(HELD_OUT)},
-            "prompt": {"instruction": ""},
-            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 160},
-            "policy": "opd",
-            "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 2e-4},
-            "run": {"directory": str(directory)},
-            **sections,
-        },
-        overrides,
-    )
-    return lines_of(directory / "samples.jsonl")
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    own = {"student": {"model": models["student"]}, "run": {"directory": str(directory)}}
+    training = {"iterations": 3, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 2e-4}
+    await spot_async.run_async(example_run(**own, training=training, **sections), overrides)
+    return rows(directory / "samples.jsonl")
 
 
 def joined(models: dict[str, str]) -> dict[str, Any]:
@@ -150,7 +133,7 @@ async def test_beside_one_with_the_students_tokens_a_chunks_sum_is_what_its_mode
             assert said_of(other)[chunks == chunk].sum() == pytest.approx(
                 said_of(same)[chunks == chunk].sum(), abs=4e-4
             )
-    row = lines_of(tmp_path / "run" / "metrics.jsonl")[0]
+    row = rows(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["teacher/other/masked"] < 0.1
     assert 0.5 < row["teacher/other/chunked"] < 1
     assert not {"teacher/same/chunked", "teacher/other/entropy_nats"} & {*row}
@@ -174,7 +157,7 @@ async def test_advantages_are_nearly_those_of_a_teacher_with_the_students_tokens
         tmp_path / "run",
         models,
         *(f"training.{each}" for each in whole),
-        f"data.train={HELD_OUT.with_name('train.jsonl')}",
+        f"data.train={EXAMPLE / 'data' / 'train.jsonl'}",
         f"max_staleness={staleness}",
         teacher=joined(models),
     )
@@ -194,7 +177,7 @@ async def trained_by(
     """Train the example by a policy, and return the metrics and the samples."""
     small = [f"run.directory={directory}", f"policy={policy}", "evaluation=null", "training.warmup_iterations=0"]
     await spot_async.run_async(ROOT / "examples/own_tokenizer/own.yaml", [*small, *overrides])
-    return lines_of(directory / "metrics.jsonl"), lines_of(directory / "samples.jsonl")
+    return rows(directory / "metrics.jsonl"), rows(directory / "samples.jsonl")
 
 
 FEW = ["training.iterations=3", "training.batch_size=8", "training.mini_batch_size=8"]
@@ -238,8 +221,8 @@ def dense_logprobs(models: dict[str, str], samples: list[dict[str, Any]]) -> Ite
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         ids = torch.tensor(each["response_ids"])
         with torch.inference_mode():
-            rows = model(torch.tensor([prompt + ids.tolist()])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-        yield rows.gather(-1, ids[:, None])[:, 0].numpy()
+            found = model(torch.tensor([prompt + ids.tolist()])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        yield found.gather(-1, ids[:, None])[:, 0].numpy()
 
 
 def said_of(sample: dict[str, Any]) -> np.ndarray[Any, Any]:

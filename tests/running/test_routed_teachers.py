@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import EXAMPLE, example_run, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async
@@ -21,7 +21,6 @@ from spot_async.tools.compare.compute import read_compute
 from spot_async.tools.inspect.report import learning_section
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "running_sum"
 RATE, DECAY, EPSILON = 1e-3, 0.01, 1e-8  # of AdamW
 ROUTE = {"by": "tier", "to": {"easy": "short"}, "default": "long"}
 
@@ -57,33 +56,28 @@ def run(other, few_problems, tmp_path_factory, servers_on_threads, trainer_on_th
 
 def tree(other: Path, problems: Path, policy: dict[str, Any], weights: dict[str, float]) -> dict[str, Any]:
     models = {"short": str(EXAMPLE / "teacher"), "long": str(other)}
-    return {
-        "student": {"model": str(EXAMPLE / "student")},
-        "teachers": {name: {"model": model, "weight": weights.get(name, 1.0)} for name, model in models.items()},
-        "data": {"train": str(problems)},
-        "prompt": {"instruction": ""},
-        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
-        "policy": policy,
-        "training": {
-            "iterations": 1,
-            "batch_size": 12,
-            "mini_batch_size": 12,
-            "learning_rate": RATE,
-            "weight_decay": DECAY,
-            "schedule": "constant",
-            "warmup_iterations": 0,
-            "max_grad_norm": 1e9,
-        },
+    training = {
+        "iterations": 1,
+        "batch_size": 12,
+        "mini_batch_size": 12,
+        "learning_rate": RATE,
+        "weight_decay": DECAY,
+        "schedule": "constant",
+        "warmup_iterations": 0,
+        "max_grad_norm": 1e9,
     }
+    return example_run(
+        teachers={name: {"model": model, "weight": weights.get(name, 1.0)} for name, model in models.items()},
+        data={"train": str(problems)},
+        sampling={"max_prompt_tokens": 64, "max_response_tokens": 48},
+        policy=policy,
+        training=training,
+    )
 
 
 @pytest.fixture(scope="module")
 def routed(run) -> Path:
     return run({"kind": "opd", "route": ROUTE})
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def stepped(directory: Path, other: Path, shares: Any) -> tuple[float, dict[str, Any], dict[str, Any]]:
@@ -99,11 +93,11 @@ def stepped(directory: Path, other: Path, shares: Any) -> tuple[float, dict[str,
         chat = [{"role": "user", "content": sample["problem"]}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         ids = torch.tensor(sample["response_ids"])
-        rows = models[name](torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        return rows.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        logits = models[name](torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
     losses = []
-    for sample in lines(directory / "samples.jsonl"):
+    for sample in rows(directory / "samples.jsonl"):
         own = logprobs("student", sample)
         with torch.no_grad():
             pull = sum(share * (logprobs(name, sample) - own) for name, share in shares(sample).items())
@@ -126,7 +120,7 @@ def test_the_first_step_is_that_of_dense_rows_in_float64(run, routed, other, kin
         directory = run({"kind": "opd"}, short=1.0, long=3.0)
         shares = lambda sample: {"short": 0.25, "long": 0.75}  # noqa: E731
     loss, gradient, expected = stepped(directory, other, shares)
-    (row,) = lines(directory / "metrics.jsonl")
+    (row,) = rows(directory / "metrics.jsonl")
     norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
     assert row["train/loss"] == pytest.approx(loss, abs=2e-6)
     assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -140,7 +134,7 @@ def test_the_first_step_is_that_of_dense_rows_in_float64(run, routed, other, kin
 
 
 def test_what_a_run_says_is_said_of_each_teacher_and_domain(routed):
-    samples, (row,) = lines(routed / "samples.jsonl"), lines(routed / "metrics.jsonl")
+    samples, (row,) = rows(routed / "samples.jsonl"), rows(routed / "metrics.jsonl")
     assert {(each["domain"], each["teacher"]) for each in samples} == {
         ("easy", "short"),
         ("medium", "long"),

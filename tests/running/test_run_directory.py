@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import structlog
+from small_runs import NAMED
 
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError, StorageError
@@ -17,23 +18,14 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
-from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.run_weights import RunWeights
 from spot_async.telemetry.evaluations import BestCheckpoint, EvaluationHistory
 from spot_async.types import Verdict, WeightSnapshot, WeightVersion
 
-CONFIG = {
-    "student": {"model": "s"},
-    "teacher": {"model": "t"},
-    "data": {"train": "train.jsonl"},
-    "policy": "opd",
-    "training": {"iterations": 3, "batch_size": 8, "mini_batch_size": 4},
-}
-
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDirectory.create(tmp_path / "run", validate(CONFIG))
+    return RunDirectory.create(tmp_path / "run", validate(NAMED))
 
 
 def publish(run, step):
@@ -178,13 +170,6 @@ def test_the_best_average_decides_what_is_best(run):
     assert history.best == BestCheckpoint(1, 3, 0.5, 0.5)
 
 
-def test_a_run_of_before_is_read_and_not_continued(run):
-    (run.path / "run.json").write_text('{"format": 1}')
-    assert RunFiles(run.path).metrics() == []
-    with pytest.raises(DataError, match=r"has format 1, and .* continues runs of format 4 only: finish the run with"):
-        RunDirectory.open_own(run.path)
-
-
 def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):
     assert RunDirectory.open(run.path).path == run.path
     (run.path / "run.json").write_text(json.dumps({"format": 5, "new": "things"}))
@@ -206,7 +191,7 @@ def refusal(run, purpose="train"):
     """Why `run`'s directory is not used for another, which leaves everything in it as it was."""
     before = contents(run.path)
     with pytest.raises(ConfigError) as refused:
-        RunDirectory.create(run.path, validate(CONFIG), purpose)
+        RunDirectory.create(run.path, validate(NAMED), purpose)
     assert contents(run.path) == before
     return str(refused.value)
 
@@ -279,7 +264,7 @@ def test_nobody_is_told_to_delete_anything_of_value(run, name):
 
 def test_fewer_weights_than_the_student_link_needs_are_refused():
     with pytest.raises(ConfigError, match="keep_weights: input should be greater than or equal to 2"):
-        validate({**CONFIG, "training": {**CONFIG["training"], "keep_weights": 1}})
+        validate({**NAMED, "training": {**NAMED["training"], "keep_weights": 1}})
 
 
 def test_a_run_repeated_from_its_own_configuration_keeps_its_name(tmp_path):

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from sleepy_local import SleepyLocal
+from small_runs import EXAMPLE, example_run, rows
 
 import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
-SUM = ROOT / "examples" / "running_sum"
-
 
 def tree(folder, **changes):
-    rows = (SUM / "data/train.jsonl").read_text().splitlines()[:16]
-    data = folder / "train.jsonl"
-    data.write_text("".join(f"{row}\n" for row in rows))
-    return {
-        "run": {"directory": str(folder / "run")},
-        "student": {"model": str(SUM / "student")},
-        "teachers": {"math": {"model": str(SUM / "teacher")}, "code": {"model": str(SUM / "student")}},
-        "data": {"train": str(data)},
-        "prompt": {"instruction": ""},
-        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
-        "policy": {"kind": "several_teachers:AsksAll"},
-        "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
-    } | changes
+    given = example_run(
+        run={"directory": str(folder / "run")},
+        teachers={"math": {"model": str(EXAMPLE / "teacher")}, "code": {"model": str(EXAMPLE / "student")}},
+        sampling={"max_prompt_tokens": 64, "max_response_tokens": 48},
+        policy={"kind": "several_teachers:AsksAll"},
+        training={"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
+    )
+    return given | changes
 
 
 def keeping(folder):
@@ -54,15 +44,14 @@ def weights_of(run):
 
 
 def test_each_has_its_servers_its_stage_and_its_cache(first, tmp_path):
-    row = json.loads((first / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    row = rows(first / "run" / "metrics.jsonl")[0]
     for name in ("math", "code"):
         assert row[f"stage/score.{name}/requests"] == 8
         assert row[f"score_cache/{name}/misses"] == 8
         assert any(key.startswith(f"replica/teachers.{name}/") for key in row)
     given = keeping(first)
     again = spot_async.run(given | {"run": {"directory": str(tmp_path / "again")}})
-    rows = [json.loads(line) for line in (again.directory / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["score_cache/code/hits"] == 8 for row in rows)
+    assert all(row["score_cache/code/hits"] == 8 for row in rows(again.directory / "metrics.jsonl"))
     for teacher in given["teachers"].values():
         teacher["replay"] = True
     replayed = spot_async.run(given | {"run": {"directory": str(tmp_path / "replayed")}})
@@ -83,7 +72,7 @@ def test_two_that_share_a_gpu_beside_the_trainer_change_nothing_but_time(first, 
     sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}
     run = shares_time(tmp_path, "time sharing", 0, kind="sleepy_local:SleepyLocal", **sleeps)
     # For the checks of the start, and for each batch. A rollout that comes late begins another time slice.
-    batches = len((run / "metrics.jsonl").read_text().splitlines())
+    batches = len(rows(run / "metrics.jsonl"))
     assert min(SleepyLocal.woken.count(name) for name in ("teachers.math", "teachers.code")) > batches > 0
     assert weights_of(run) == weights_of(first / "run")
 
@@ -95,17 +84,17 @@ def test_two_share_a_gpu_while_the_trainer_trains_on_devices_of_its_own(
     SleepyLocal.woken.clear()
     run = shares_time(tmp_path, "run", 1, kind="sleepy_local:SleepyLocal", sleep_while_others_answer=True)
     assert {*SleepyLocal.woken} == {"teachers.math", "teachers.code"}
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [sum(row[f"stage/score.{name}/requests"] for row in rows) for name in ("math", "code")] == [16, 16]
+    metrics = rows(run / "metrics.jsonl")
+    assert [sum(row[f"stage/score.{name}/requests"] for row in metrics) for name in ("math", "code")] == [16, 16]
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"teacher": {"model": str(SUM / "teacher")}}, "teachers: teacher is given too"),
+        ({"teacher": {"model": str(EXAMPLE / "teacher")}}, "teachers: teacher is given too"),
         ({"policy": {"kind": "several_teachers:AsksAll", "names": ["math", "physics"]}},
          "asks for physics, and given is only math and code: name a model in teachers.physics.model"),
-        ({"teachers": {"Math": {"model": str(SUM / "teacher")}}}, "give a name of small letters"),
+        ({"teachers": {"Math": {"model": str(EXAMPLE / "teacher")}}}, "give a name of small letters"),
         ({"prompt": {"template": "teachers.physics"}}, "prompt.template=teachers.physics: the run has teachers.math"),
     ],
 )  # fmt: skip
@@ -116,12 +105,12 @@ def test_bad_input_is_one_line(tmp_path, changes, line):
 
 
 def test_equal_models_and_backends_share_their_servers(tmp_path, servers_on_threads, trainer_on_thread):
-    model = {"model": str(SUM / "teacher")}
-    teachers = {"math": model, "code": model | {"temperature": 0.5}, "other": {"model": str(SUM / "student")}}
+    model = {"model": str(EXAMPLE / "teacher")}
+    teachers = {"math": model, "code": model | {"temperature": 0.5}, "other": {"model": str(EXAMPLE / "student")}}
     plan = plan_training(config_from(tree(tmp_path, teachers=teachers)))
     assert [*plan.served] == ["student", "teachers.math", "teachers.other"]
     outcome = spot_async.run(tree(tmp_path, teachers=teachers))
-    row = json.loads((outcome.directory / "metrics.jsonl").read_text().splitlines()[0])
+    row = rows(outcome.directory / "metrics.jsonl")[0]
     assert row["stage/score.math/requests"] == row["stage/score.code/requests"] == 8
     assert {key.split("/")[1] for key in row if key.startswith("replica/")} == {*plan.served}
 
@@ -129,11 +118,11 @@ def test_equal_models_and_backends_share_their_servers(tmp_path, servers_on_thre
 def test_each_reads_its_own_prompt_at_its_own_temperature(tmp_path):
     teachers = {
         "math": {
-            "model": str(SUM / "teacher"),
+            "model": str(EXAMPLE / "teacher"),
             "prompt": {"text": "{problem} {answer}", "max_tokens": 256},
             "temperature": 0.5,
         },
-        "code": {"model": str(SUM / "teacher")},
+        "code": {"model": str(EXAMPLE / "teacher")},
     }
     config = config_from(tree(tmp_path, teachers=teachers))
     plan = plan_training(config)
@@ -158,8 +147,8 @@ def categorised(config):
 def test_teachers_on_one_server_have_one_budget(tmp_path):
     backend = {"kind": "vllm", "url": "http://127.0.0.1:9", "prices": {"prompt": 1.0, "completion": 1.0}}
     teachers = {
-        "math": {"model": str(SUM / "teacher"), "backend": backend},
-        "code": {"model": str(SUM / "teacher"), "backend": backend | {"budget": 5.0}},
+        "math": {"model": str(EXAMPLE / "teacher"), "backend": backend},
+        "code": {"model": str(EXAMPLE / "teacher"), "backend": backend | {"budget": 5.0}},
     }
     with pytest.raises(ConfigError, match=r"teachers\.code\.backend\.budget=5\.0: the servers of teachers\.math"):
         plan_training(config_from(tree(tmp_path, teachers=teachers)))

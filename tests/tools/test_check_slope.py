@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from command import QUICKSTART
 from rich.console import Console
+from small_runs import NAMED
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -30,13 +31,7 @@ from spot_async.tools.check.slope_figures import Place, Supervised, held_by_rule
 from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]
-RUN = {
-    "student": {"model": "s"},
-    "teacher": {"model": "t"},
-    "data": {"train": "d"},
-    "policy": "spot",
-    "training": {"iterations": 1, "batch_size": 64},
-}
+RUN = {**NAMED, "policy": "spot", "training": {"iterations": 1, "batch_size": 64}}
 
 
 def supervised_by(student, *, policy=SpotPolicy, at_once=3, problems=8, **keys):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from joined_policy import Reads
+from small_runs import NAMED
 from typer.testing import CliRunner
 
 from spot_async.base.files import as_json
@@ -42,13 +43,7 @@ from spot_async.tools.tune.tune_command import (
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[2]
-RUN: dict[str, Any] = {
-    "student": {"model": "s"},
-    "teacher": {"model": "t"},
-    "data": {"train": "d"},
-    "policy": "spot",
-    "training": {"iterations": 1, "batch_size": 64},
-}
+RUN: dict[str, Any] = {**NAMED, "policy": "spot", "training": {"iterations": 1, "batch_size": 64}}
 
 
 class TwoProbes:
