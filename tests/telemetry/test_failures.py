@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from iterations import finished_iteration
 from limits import same_limits
 from only_teacher import only
 from run_files import make_run as run_files
@@ -27,10 +28,8 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.evaluation.runner import ResponseSampler
-from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import OneService
-from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
@@ -163,7 +162,7 @@ def test_people_get_a_line_a_minute_and_one_at_the_end_and_the_log_has_each_iter
         for at_s in (0.0, 10.0, 20.0, 70.0):
             log.on(done())
             log.on(failed(at_s, "HTTP 502" if at_s == 10.0 else "HTTP 500"))
-        log.on(IterationFinished(1, [], None, PhaseTimes()))
+        log.on(finished_iteration(1))
         log.on(failed(75.0, "reset", "rollout"))
         log.close()
     assert lines == [
@@ -284,20 +283,25 @@ def test_a_teacher_that_fails_two_in_five_is_what_console_and_report_blame(tmp_p
         )
 
 
+def logged(path, rows, *events):
+    """The files of a run that had these events."""
+    files = run_files(path, [], rows)
+    (path / "logs").mkdir()
+    with log_events_to(path / "logs" / "run.jsonl"):
+        log = FailureLog(lambda line: None)
+        for event in events:
+            log.on(event)
+        log.close()
+    return files
+
+
 def test_a_report_names_failures_by_stage_class_and_iteration_with_their_reasons_escaped(tmp_path):
     row = metrics_row(1) | {"wait/score_s": 9.0, "stage/score/requests": 59.0, "stage/score/transient": 41.0,
                             "stage/score/mean_in_flight": 1.0, "stage/score/lost_s": 8.0}  # fmt: skip
     row = {name: value for name, value in row.items() if name not in ("wait/probe_s", "wait/rollout_s")}
-    files = run_files(tmp_path / "run", [], [row])
-    (tmp_path / "run" / "logs").mkdir(exist_ok=True)
-    with log_events_to(tmp_path / "run" / "logs" / "run.jsonl"):
-        log = FailureLog(lambda line: None)
-        for _ in range(41):
-            log.on(failed(0.0, reason="<script>alert(1)</script>\u202e" + "x" * 999))
-        log.on(IterationFinished(1, [], None, PhaseTimes()))
-        log.on(failed(0.0, "no answer in time", "evaluation"))
-        log.close()
-    report = read_report(files)
+    hostile = failed(0.0, reason="<script>alert(1)</script>\u202e" + "x" * 999)
+    late = failed(0.0, "no answer in time", "evaluation")
+    report = read_report(logged(tmp_path / "run", [row], *[hostile] * 41, finished_iteration(1), late))
     assert "41 % of the score attempts failed (HTTP 500)" in report.bottleneck.sentence
     page = report_page(report)
     assert "score 41 of 100 (41 %: HTTP 500), evaluation 1 (no answer in time)" in page
@@ -309,11 +313,6 @@ def test_a_report_names_failures_by_stage_class_and_iteration_with_their_reasons
 
 
 def test_a_run_that_ended_before_its_first_iteration_reports_its_failures(tmp_path):
-    files = run_files(tmp_path / "run", [], [])
-    (tmp_path / "run" / "logs").mkdir(exist_ok=True)
-    with log_events_to(tmp_path / "run" / "logs" / "run.jsonl"):
-        log = FailureLog(lambda line: None)
-        log.on(failed(0.0))
-        log.close()
+    files = logged(tmp_path / "run", [], failed(0.0))
     assert "Failures" in [section.title for section in read_report(files).sections]
-    assert [each.count for each in RunFiles(tmp_path / "run").failed_attempts()] == [1]
+    assert [each.count for each in files.failed_attempts()] == [1]

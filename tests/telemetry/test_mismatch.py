@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
+from iterations import finished_iteration
 
-from spot_async.loop.events import IterationFinished, PhaseTimes
+from spot_async.loop.events import IterationFinished
 from spot_async.models.precision import precision
 from spot_async.run_directory.layout import FELL, MISMATCHED
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.failures import EntropyHistory, IterationWarning, mismatch_words
 from spot_async.telemetry.run_log import log_events_to
-from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
-
-
-def finished(iteration: int, **metrics: float) -> IterationFinished:
-    snapshot = WeightSnapshot(directory="d", version=WeightVersion(0, iteration))
-    return IterationFinished(iteration, [], TrainReport(snapshot=snapshot, metrics=metrics), PhaseTimes())
+from spot_async.types import Sample
 
 
 @pytest.mark.parametrize(
@@ -51,9 +46,9 @@ def test_it_is_said_once_and_the_report_says_it_too(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     with log_events_to(tmp_path / "logs" / "run.jsonl"):
         listener = IterationWarning(MISMATCHED, words, said.append)
-        listener.on(finished(1))
+        listener.on(finished_iteration(1))
         for iteration in (2, 3):
-            listener.on(finished(iteration, mismatch_mean=0.58, mismatch_max=2.0))
+            listener.on(finished_iteration(iteration, mismatch_mean=0.58, mismatch_max=2.0))
     (line,) = said
     assert line.startswith("iteration 2: trainer and student's server give the same tokens log-probabilities that are")
     assert "0.58 nats apart on average (2 at most), where float32 makes less than 0.01" in line
@@ -82,7 +77,7 @@ def test_a_student_that_collapses_beside_a_baseline_is_told_of_once_with_the_key
     listener = IterationWarning(FELL, history.warning, lines.append)
     for iteration, each in enumerate(nats, start=len(before) + 1):
         one = Sample(supervision=None, metrics={} if each is None else {name: each}, record={})
-        listener.on(msgspec.structs.replace(finished(iteration), samples=[one, one]))
+        listener.on(finished_iteration(iteration, [one, one]))
     assert len(lines) == (said is not None)
     if said is not None:
         assert lines[0].startswith(said)

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from iterations import finished_iteration
 from only_teacher import only
 from rich.console import Console
 
 from spot_async import SamplingConfig
 from spot_async.cli.runs import show_outcome
-from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import NO_ADVICE, RunDirectory, row_bytes
 from spot_async.run_directory.reading import RunFiles
@@ -27,7 +27,7 @@ from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 from spot_async.tools.inspect.report import learning_section, read_report
-from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion
+from spot_async.types import Sample, Verdict
 
 VOCAB, TOKENS = 3, 2
 RESPONSES = list(itertools.product(range(VOCAB), repeat=TOKENS))
@@ -339,16 +339,11 @@ def test_a_resumed_run_finds_the_same():
     assert outcome_metrics(kept) == outcome_metrics(batch)
 
 
-def finished(iteration: int, samples: list[Sample]) -> IterationFinished:
-    snapshot = WeightSnapshot(directory="d", version=WeightVersion(0, iteration))
-    return IterationFinished(iteration, samples, TrainReport(snapshot=snapshot, metrics={}), PhaseTimes())
-
-
 def warnings(history: OutcomeHistory, *batches: list[Sample]) -> list[str]:
     said: list[str] = []
     listener = IterationWarning(NO_ADVICE, history.warning, said.append)
     for iteration, batch in enumerate(batches, start=1):
-        listener.on(finished(iteration, batch))
+        listener.on(finished_iteration(iteration, batch))
     return said
 
 
@@ -378,8 +373,8 @@ def test_a_teacher_that_has_nothing_left_to_teach_is_said_to_have_once():
 def test_a_resumed_run_knows_the_iterations_before_and_forgets_those_that_it_makes_again():
     before = batches([1.0] * 20 + [0.0] * 30, 2)
     rows = [{"iteration": float(i), **outcome_metrics(batch)} for i, batch in enumerate(before, start=1)]
-    assert OutcomeHistory(rows[:-1]).warning(finished(50, before[-1]))
-    assert not OutcomeHistory(rows).warning(finished(10, before[9]))
+    assert OutcomeHistory(rows[:-1]).warning(finished_iteration(50, before[-1]))
+    assert not OutcomeHistory(rows).warning(finished_iteration(10, before[9]))
 
 
 def test_too_few_responses_say_how_many_they_are():

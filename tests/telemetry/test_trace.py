@@ -56,6 +56,13 @@ class TwoServers:
         return self._leases[request.priority[0] % 2]
 
 
+def timed_run(verifier):
+    """Two prompts through on-policy distillation."""
+    student, teachers, sinks = TwoServers(Timed()), only(Timed()), [Timed()]
+    services = {"student": student, "teachers": teachers, "verifier": verifier, "weight_sinks": sinks}
+    return make_run(make_policy(OpdPolicy), **services, iterations=1, batch_size=2)
+
+
 def spot_run(**sizes):
     """SPOT on simulated services, scarce slots so that requests queue."""
     sampling = SamplingConfig(max_response_tokens=128)
@@ -65,22 +72,19 @@ def spot_run(**sizes):
 def record(path, run):
     """The events of a whole run, with the names of tracks in place of their ids."""
     traced(path, run)
-    return named(json.loads(path.read_bytes()))
-
-
-def traced(path, run):
-    with trace_to(path) as follow:
-        follow(run.orchestrator)
-        run.finish()
-
-
-def named(events):
+    events = json.loads(path.read_bytes())
     names = {(e["name"], e["pid"], e["tid"]): e["args"].get("name") for e in events if e["ph"] == "M"}
     for event in events:
         event["process"] = names["process_name", event["pid"], 0]
         if event["ph"] in "Xsf":
             event["thread"] = names["thread_name", event["pid"], event["tid"]]
     return events
+
+
+def traced(path, run):
+    with trace_to(path) as follow:
+        follow(run.orchestrator)
+        run.finish()
 
 
 def label(event):
@@ -97,16 +101,7 @@ def slices(events, process, thread=None):
 
 
 def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
-    services = Timed()
-    run = make_run(
-        make_policy(OpdPolicy),
-        student=TwoServers(services),
-        teachers=only(services),
-        verifier=services,
-        weight_sinks=[services],
-        iterations=1,
-        batch_size=2,
-    )
+    run = timed_run(verifier=Timed())
     events = record(tmp_path / "trace.json", run)
 
     # prompt 0: rollout 0-1, score 1-1.5, verify 1-1.25; prompt 1: rollout 0-2, score 2-2.5, verify 2-2.25
@@ -158,17 +153,11 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
 
 
 def test_verdicts_of_an_immediate_verifier_are_counted_and_not_drawn(tmp_path):
-    services = Timed()
-
     class Immediate(Timed):
         async def verify(self, problem, text, **settings):
             return Verdict.CORRECT
 
-    run = make_run(
-        make_policy(OpdPolicy), student=TwoServers(services), teachers=only(services), verifier=Immediate(),
-        weight_sinks=[services], iterations=1, batch_size=2,
-    )  # fmt: skip
-    events = record(tmp_path / "trace.json", run)
+    events = record(tmp_path / "trace.json", timed_run(verifier=Immediate()))
     assert slices(events, "verifier: verify") == []
     (iteration,) = [e for e in events if e["name"] == "iteration 1"]
     assert iteration["args"]["brief"] == {"verify": 2}
