@@ -66,10 +66,10 @@ def metrics_row(iteration):
     }
 
 
-def make_run(path, samples=(), rows=(), summary=None):
+def make_run(path, samples=(), rows=(), summary=None, policy="{kind: spot}"):
     path.mkdir()
     (path / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "command": "train"}))
-    (path / "config.yaml").write_text(CONFIG)
+    (path / "config.yaml").write_text(CONFIG.replace("{kind: spot}", policy))
     (path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if summary is not None:

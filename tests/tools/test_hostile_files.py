@@ -105,28 +105,24 @@ def long_header(directory: Path) -> None:
         file.write(struct.pack("<Q", 1 << 30))
 
 
-def endless_ledger(directory: Path) -> None:
-    for path in directory.glob("ledger.sqlite*"):
-        path.unlink()
-    with closing(sqlite3.connect(directory / "ledger.sqlite")) as made:
-        made.execute("create table about (name, value)")
-        made.execute(
-            "create view prompts as with recursive n(i) as (select 0 union all select i + 1 from n) "
-            "select i ordinal, '' problem, 1 attempt, '' state, '' reason, 0 batch, 0 lineage from n"
-        )
+def ledger(script: str) -> Callable[[Path], None]:
+    def make(directory: Path) -> None:
+        for path in directory.glob("ledger.sqlite*"):
+            path.unlink()
+        with closing(sqlite3.connect(directory / "ledger.sqlite")) as made:
+            made.executescript(f"create table about (name, value); {script}")
+
+    return make
 
 
-def computed_ledger(directory: Path) -> None:
-    for path in directory.glob("ledger.sqlite*"):
-        path.unlink()
-    with closing(sqlite3.connect(directory / "ledger.sqlite")) as made:
-        made.execute("create table about (name, value)")
-        made.execute(
-            "create table prompts (ordinal integer primary key, problem text as (zeroblob(900000000)), attempt, state, "
-            "reason, batch, lineage)"
-        )
-        made.execute("insert into prompts (ordinal) values (0)")
-        made.commit()
+ENDLESS = (
+    "create view prompts as with recursive n(i) as (select 0 union all select i + 1 from n) "
+    "select i ordinal, '' problem, 1 attempt, '' state, '' reason, 0 batch, 0 lineage from n"
+)
+COMPUTED = (
+    "create table prompts (ordinal integer primary key, problem text as (zeroblob(900000000)), attempt, state, "
+    "reason, batch, lineage); insert into prompts (ordinal) values (0)"
+)
 
 
 def changed_manifest(**changes: Any) -> Callable[[Path], None]:
@@ -198,8 +194,8 @@ RUNS = [
     Row("trace.json: 8 GB", sparse("trace.json"), FROM, "line 1 has more than"),
     Row("evaluation-after.json: lists", text("evaluation-after.json", f"[{EMPTY * 5_000_000}1]"), COMPARE, "values"),
     Row("evaluation-after.json: deep", text("evaluation-after.json", f'{{"a":{DEEP}'), COMPARE, "too deep"),
-    Row("ledger.sqlite: a view without an end", endless_ledger, VERIFY, "is no ledger of spot-async"),
-    Row("ledger.sqlite: a column that makes gigabytes", computed_ledger, VERIFY, "is no ledger of spot-async"),
+    Row("ledger.sqlite: a view without an end", ledger(ENDLESS), VERIFY, "is no ledger of spot-async"),
+    Row("ledger.sqlite: a column that makes gigabytes", ledger(COMPUTED), VERIFY, "is no ledger of spot-async"),
     Row("ledger.sqlite: a pipe", pipe("ledger.sqlite"), VERIFY, "no regular file"),
     Row("ledger.sqlite-wal: 8 GB", sparse("ledger.sqlite-wal"), VERIFY, "more than"),
     Row("manifest.json: a step of 10^15", changed_manifest(step=10**15), VERIFY, "is of iteration 1000000000000000"),

@@ -230,10 +230,10 @@ def test_scores_are_named_after_what_chose_the_positions(tmp_path):
         "Teacher entropy, as a share of the largest possible (root scale)",
         "Score of mine:by (root scale)",
     ]
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: entropy}"))
-    assert "Teacher entropy, as a share" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
-    assert "entropy share 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+    make_run(tmp_path / "by_entropy", [spot_sample()], policy="{kind: spot, selection: entropy}")
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "by_entropy"), "0"]).output
+    assert "Teacher entropy, as a share" in shown
+    assert "entropy share 0.04" in (tmp_path / "by_entropy" / "inspect-0.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,7 @@ def test_scores_are_named_after_what_chose_the_positions(tmp_path):
 )
 def test_the_report_names_the_rule_and_shows_its_scores_where_it_has_some(tmp_path, selection, looks):
     sample = spot_sample() if looks else {k: v for k, v in spot_sample().items() if k != "acquisition_score"}
-    files = make_run(tmp_path / "run", [sample], [metrics_row(1)])
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("{kind: spot}", f"{{kind: spot, selection: '{selection}'}}"))
+    files = make_run(tmp_path / "run", [sample], [metrics_row(1)], policy=f"{{kind: spot, selection: '{selection}'}}")
     report = read_report(files)
     assert dict(report.facts)["selection"] == selection
     titles = {plot.title for section in report.sections for plot in section.plots}
@@ -259,12 +257,10 @@ def test_the_report_names_the_rule_and_shows_its_scores_where_it_has_some(tmp_pa
 
 
 def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
-    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
-    assert "probed" in Tags(report_page(read_report(files))).text
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(
-        path.read_text().replace("{kind: spot}", "{kind: spot, selection: random, verifier_guidance: false}")
-    )
+    guided = make_run(tmp_path / "guided", [spot_sample()], [metrics_row(1)])
+    assert "probed" in Tags(report_page(read_report(guided))).text
+    policy = "{kind: spot, selection: random, verifier_guidance: false}"
+    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)], policy=policy)
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
     assert "Underlined and numbered: the positions that were selected." in shown
     page = (tmp_path / "run" / "inspect-0.html").read_text()
@@ -283,11 +279,10 @@ def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
 
 
 def test_pages_say_so_where_the_gate_is_off_and_where_outcomes_are_shuffled(tmp_path):
-    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1) | {"spot/value_variance": 0.05}])
+    policy = "{kind: spot, gate: false, shuffle_outcomes: true, baseline: 0.5}"
+    row = metrics_row(1) | {"spot/value_variance": 0.05}
+    files = make_run(tmp_path / "run", [spot_sample()], [row], policy=policy)
     path = tmp_path / "run" / "config.yaml"
-    path.write_text(
-        path.read_text().replace("{kind: spot}", "{kind: spot, gate: false, shuffle_outcomes: true, baseline: 0.5}")
-    )
     report = Tags(report_page(read_report(files))).text
     assert "policy.gate is false" in report
     assert "Variance of the values" not in report  # of one probe, as earlier versions wrote it, it is mostly noise

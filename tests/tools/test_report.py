@@ -43,10 +43,8 @@ def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=Non
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
-    tier = {"problems": 3, "avg": 0.25, "avg_standard_error": 0.05, "pass": 0.5, "pass_standard_error": 0.1}
-    evaluation = {"samples": 8, "tokens": 1, "tiers": {"all": tier}}
-    after = evaluation | {"tiers": {"all": tier | {"avg": 0.5}}}
-    summary = {"prompts": {"trained": 8, "left_over": 1}, "before": evaluation, "after": after}
+    after = EVALUATED | {"tiers": {"all": TIER | {"avg": 0.5}}}
+    summary = {"prompts": {"trained": 8, "left_over": 1}, "before": EVALUATED, "after": after}
     summary["change"] = {"all": {"avg": 0.25, "avg_standard_error": 0.04}}
     files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
     drawn = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.8, "evaluation.samples": 8}
@@ -212,9 +210,8 @@ def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
     row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}
     signal = {"train/advantage_mean": 0.1, "grpo/no_signal": 0.25, "grpo/left_out": 0.0}
-    files = make_run(tmp_path / "run", [], [row | reference | signal])
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(CONFIG.replace("kind: spot", "kind: grpo") + "teacher: null\nreference: null\n")
+    models = "teacher: null\nreference: null"
+    files = make_run(tmp_path / "run", [], [row | reference | signal], policy=f"{{kind: grpo}}\n{models}")
     report = read_report(files)
     assert "teacher" not in dict(report.facts)
     assert run_times(files.metrics(), files.config()).stages["reference"].slots is None  # it scores

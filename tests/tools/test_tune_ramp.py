@@ -89,31 +89,26 @@ def test_a_run_that_never_has_more_in_flight_ends_the_ramp():
     assert found.is_whole
 
 
-def test_a_429_stops_the_ramp_and_is_named():
-    found, server = ramped(lambda: Server(1000, refuse_above=20, refusal=ThrottledError("teacher: 429 slow down")))
-    assert found.ended == "throttled"
-    assert found.failure == "teacher: 429 slow down"
-    assert [level.concurrency for level in found.levels] == [1, 2, 4, 8, 16]
-    assert not found.is_whole, "16 is only the best that was measured: its throughput still rose"
+@pytest.mark.parametrize(
+    ("refuse_above", "refusal", "ended", "levels"),
+    [
+        # 16 is only the best that was measured: its throughput still rose.
+        (20, ThrottledError("teacher: 429 slow down"), "throttled", [1, 2, 4, 8, 16]),
+        (0, PermanentError("teacher: 400 bad"), "failed", []),
+        (4, BudgetSpentError("teacher: 10 of 10 spent"), "budget", [1, 2, 4]),
+    ],
+)
+def test_a_refusal_ends_the_ramp_with_what_was_measured_and_is_named(refuse_above, refusal, ended, levels):
+    found, server = ramped(lambda: Server(1000, refuse_above, refusal))
+    assert (found.ended, found.failure, found.is_whole) == (ended, str(refusal), False)
+    assert [level.concurrency for level in found.levels] == levels
     assert server.most_in_flight <= 32
+    assert levels or server.sent == 3
 
 
 def test_a_server_that_would_refuse_more_than_it_gains_from_is_measured_whole():
-    refused = ThrottledError("teacher: 429 slow down")
-    found, _ = ramped(lambda: Server(4, refuse_above=70, refusal=refused))
+    found, _ = ramped(lambda: Server(4, refuse_above=70, refusal=ThrottledError("teacher: 429 slow down")))
     assert found.ended == "flat"
-
-
-def test_a_server_that_fails_ends_its_own_ramp_only():
-    found, server = ramped(lambda: Server(1000, refuse_above=0, refusal=PermanentError("teacher: 400 bad")))
-    assert (found.ended, found.failure, found.is_whole) == ("failed", "teacher: 400 bad", False)
-    assert server.sent == 3
-
-
-def test_a_spent_budget_ends_the_ramp_with_what_was_measured():
-    found, _ = ramped(lambda: Server(1000, refuse_above=4, refusal=BudgetSpentError("teacher: 10 of 10 spent")))
-    assert (found.ended, found.failure, found.is_whole) == ("budget", "teacher: 10 of 10 spent", False)
-    assert found.levels[-1].concurrency == 4
 
 
 def test_no_more_requests_are_sent_than_allowed():
