@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from problem_files import FEW
+from problem_files import FEW, FOUR
 from safetensors.numpy import load_file
 
 import spot_async
@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = (
     FEW,
     "training.iterations=2",
-    "training.warmup_iterations=0",
-    "training.batch_size=4",
-    "training.mini_batch_size=4",
+    *FOUR,
     "training.learning_rate=1e-3",
     "training.lora={rank: 4, targets: all}",
     "sampling.max_response_tokens=48",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problem_files import FEW
+from problem_files import FEW, FOUR
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
@@ -66,9 +66,7 @@ SHORT = [
     "evaluation.samples=2",
     FEW,
     "training.iterations=1",
-    "training.warmup_iterations=0",
-    "training.batch_size=4",
-    "training.mini_batch_size=4",
+    *FOUR,
     "sampling.max_response_tokens=48",
     "policy=opd",
 ]

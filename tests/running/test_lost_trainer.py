@@ -14,23 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT, command, descendants, weights
+from kill_drill import ROOT, SHORT, command, descendants, weights
 from problem_files import FEW
 
 import spot_async
 from spot_async.run_directory.reading import RunFiles
 
 ITERATIONS = 8
-KEYS = (
-    FEW,
-    f"training.iterations={ITERATIONS}",
-    "training.checkpoint_every=2",
-    "training.batch_size=8",
-    "training.mini_batch_size=8",
-    "training.warmup_iterations=0",
-    "sampling.max_response_tokens=64",
-    "evaluation=null",
-)
+KEYS = (FEW, *SHORT, f"training.iterations={ITERATIONS}", "training.checkpoint_every=2", "evaluation=null")
 NURSERY = "base.processes.nursery"
 SHARDED = ("training.ranks=2", "training.sharding=fsdp2")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_drill import ROOT, command, weights
+from kill_drill import ROOT, SHORT, command, weights
 from problem_files import FEW
 
 import spot_async
@@ -81,14 +81,11 @@ class Switches:
 """
 KEYS = (
     FEW,
+    *SHORT,
     "policy={kind: 'switches:Switches'}",
     "run.rehearsal=false",  # it writes down what it is told
     "training.iterations=6",
     "training.checkpoint_every=2",
-    "training.batch_size=8",
-    "training.mini_batch_size=8",
-    "training.warmup_iterations=0",
-    "sampling.max_response_tokens=64",
     "evaluation.eval_every=1",
     "evaluation.samples=1",
 )

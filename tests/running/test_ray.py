@@ -13,47 +13,20 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT, with_heartbeats
+from kill_drill import ROOT, SHORT, rows, with_heartbeats
 from network_namespaces import Machine, machines
+from nodes_run import PATIENCE_S, RANK, SERVER, kill, pids, wait_until
 
 PYTHON = os.environ.get("SPOT_RAY_PYTHON", "")
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not PYTHON, reason="SPOT_RAY_PYTHON names no interpreter with ray"),
 ]
-PATIENCE_S = 240.0
-SERVER = "-m spot_async.serving "
 PORT = 6390
-
-
-def wait_until(is_so: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def pids(machine: Machine, word: str) -> list[int]:
-    """Return the processes on a machine with this text on their command line."""
-    found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
-    chosen = []
-    for pid in map(int, found.stdout.split()):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
-                chosen.append(pid)
-    return chosen
-
-
-def kill(found: Sequence[int]) -> None:
-    assert found
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -121,8 +94,7 @@ def small_run(student: str) -> list[str]:
     return [
         "cluster.kind=ray", "cluster.join_timeout_s=30", "student.serving.own_cores=0",
         f"student.backend={{launch: {{resources: {{{student}}}}}}}", "teacher.backend={launch: {resources: {m0: 1}}}",
-        "training.iterations=3", "training.batch_size=8", "training.mini_batch_size=8",
-        "training.warmup_iterations=0", "sampling.max_response_tokens=64",
+        "training.iterations=3", *SHORT,
     ]  # fmt: skip
 
 
@@ -130,11 +102,6 @@ def left(cluster: Sequence[Machine]) -> list[int]:
     """Return what is left of a run on both nodes: its servers, their guards, and all that leads to them."""
     words = (SERVER, "SPOT_ASYNC_GUARD", "spot_async")
     return [pid for machine in cluster for word in words for pid in pids(machine, word)]
-
-
-def rows(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def check_trained_once(machine: Machine, run: Path) -> None:
@@ -200,7 +167,6 @@ class RayRun:
 
 LONG = "training.iterations=2000"
 NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
-RANK = "-m spot_async.trainer "
 DATA = ROOT / "examples" / "running_sum"
 TABLE = (
     f"evaluation={{problems: {DATA}/data/heldout.jsonl, samples: 1, max_response_tokens: 64, verifier: boxed_match}}"

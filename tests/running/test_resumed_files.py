@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from event_files import shown_steps
-from problem_files import FEW, write
+from problem_files import FEW, FOUR, write
 
 import spot_async
 from spot_async.evaluation.metrics import read_figures
@@ -18,7 +18,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
 
 ROOT = Path(__file__).parents[2]
-BATCH = 4
+BATCH = 4  # as FOUR says
 
 
 @pytest.fixture
@@ -35,12 +35,10 @@ def begun(tmp_path, monkeypatch, servers_on_threads, trainer_on_thread):
     }
     overrides = [
         FEW,
+        *FOUR,
         f"run.directory={tmp_path / 'run'}",
         "policy=opd",
         "training.iterations=2",
-        f"training.batch_size={BATCH}",
-        "training.mini_batch_size=4",
-        "training.warmup_iterations=0",
         "training.checkpoint_every=2",
         "training.learning_rate=1e-3",
         f"evaluation={json.dumps(evaluation)}",

@@ -17,8 +17,11 @@ import pytest
 from kill_drill import ROOT, command
 from network_namespaces import machines
 from nodes_run import (
+    NURSERY,
     PATIENCE_S,
+    RANK,
     SECRET,
+    SERVER,
     NodesRun,
     begun,
     check,
@@ -69,7 +72,7 @@ def test_whatever_is_killed_or_cut_off_is_named_and_the_run_ends_as_on_one_machi
             assert first.poll() is None, run.all_said()
 
         run.reach(1)
-        kill(pids(there, "spot_async.trainer"))  # a rank
+        kill(pids(there, RANK))  # a rank
         goes_on(1)
         assert "rank 1 " in run.said(here)
         assert "was killed by SIGKILL" in run.said(here)
@@ -89,7 +92,7 @@ def test_whatever_is_killed_or_cut_off_is_named_and_the_run_ends_as_on_one_machi
         there.set_link("up")  # it joins again by itself
 
         run.reach(7)
-        kill(pids(here, "spot_async.trainer"))  # a rank beside the run
+        kill(pids(here, RANK))  # a rank beside the run
         goes_on(4)
 
         run.reach(9)
@@ -109,8 +112,8 @@ def test_node_0_is_killed_and_resumed_and_the_other_node_joins_again_by_itself(t
         here, there = run.place
         run.reach(3)
         kill(pids(here))
-        nursery = "spot_async.base.processes.nursery"  # from which the next ranks are forked
-        wait_until(lambda: {*pids(there)} - {*pids(there, nursery)} == {second.pid}, "ranks outlive the run")
+        # The next ranks are forked from the nursery.
+        wait_until(lambda: {*pids(there)} - {*pids(there, NURSERY)} == {second.pid}, "ranks outlive the run")
         again = run.start(0, here)
         assert again.wait(PATIENCE_S) == 0, run.all_said()
         assert second.wait(PATIENCE_S) == 0, run.all_said()
@@ -155,7 +158,7 @@ def test_servers_on_a_third_machine_behind_ssh_come_back_whichever_end_is_killed
 
             def servers() -> set[int]:
                 """Return the two servers, without their guards."""
-                return {pid for pid in pids(there, "spot_async.serving") if len(process_tree(pid)) == 1}
+                return {pid for pid in pids(there, SERVER) if len(process_tree(pid)) == 1}
 
             def comes_back(iteration: int, victims: Callable[[], Sequence[int]], ends: int) -> None:
                 run.reach(iteration)
@@ -166,9 +169,9 @@ def test_servers_on_a_third_machine_behind_ssh_come_back_whichever_end_is_killed
             try:
                 nodes = [run.start(node, place[node]) for node in range(2)]
                 comes_back(1, lambda: [min(servers())], 1)
-                comes_back(3, lambda: pids(here, word="ssh -F"), 2)
+                comes_back(3, lambda: pids(here, "ssh -F"), 2)
                 assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], run.all_said()
             finally:
                 run.end()
-            wait_until(lambda: not pids(there, "spot_async.serving"), "servers are left")
+            wait_until(lambda: not pids(there, SERVER), "servers are left")
         check(run, on_one_machine(tmp_path / "whole", *keys), 6)

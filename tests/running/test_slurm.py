@@ -13,18 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT, command
+from kill_drill import ROOT, SHORT, command, rows
 from slurm_cluster import Slurm, slurm
 
 pytestmark = pytest.mark.nightly
 PATIENCE_S = 400.0  # with a job that shows no progress; Slurm itself waits two minutes before it starts one again
 MANY = 10_000
 KEYS = (
+    *SHORT,
     "training.checkpoint_every=2",
-    "training.batch_size=8",
-    "training.mini_batch_size=8",
-    "training.warmup_iterations=0",
-    "sampling.max_response_tokens=64",
     "evaluation=null",
     "student.serving.own_cores=0",
     f"student.backend.launch.python={sys.executable}",
@@ -62,8 +59,7 @@ class Job:
 
     @property
     def iterations(self) -> int:
-        rows = self.run / "metrics.jsonl"
-        return len(rows.read_text().splitlines()) if rows.exists() else 0
+        return rows(self.run)
 
     @property
     def said(self) -> str:

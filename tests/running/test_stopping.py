@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from problem_files import FOUR
 from rich.console import Console
 
 from spot_async.checks.plan import plan_training
@@ -21,11 +22,9 @@ from spot_async.running.resuming import open_run
 from spot_async.running.training import Start, train
 
 KEYS = (
+    *FOUR,
     "training.iterations=2",
-    "training.warmup_iterations=0",
     "training.checkpoint_every=2",
-    "training.batch_size=4",
-    "training.mini_batch_size=4",
     "evaluation.eval_every=1",
     "evaluation.samples=1",
     "policy=opd",

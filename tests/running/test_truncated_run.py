@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from problem_files import FEW
+from problem_files import FEW, FOUR
 
 import spot_async
 
@@ -61,15 +61,9 @@ class Truncated(LocalBackend):
 
 def run(directory: Path, *overrides: str):
     """The selections of its samples, and its metrics."""
-    short = ["training.iterations=1", "training.batch_size=4", "training.mini_batch_size=4", "evaluation=null"]
-    more = [
-        FEW,
-        "training.warmup_iterations=0",
-        "policy.score_top_k=2",
-        "policy.probe_top_k=2",
-        f"run.directory={directory}",
-    ]
-    spot_async.run("configs/quickstart.yaml", [*short, *more, *overrides])
+    short = [FEW, *FOUR, "training.iterations=1", "evaluation=null", f"run.directory={directory}"]
+    asked = ["policy.score_top_k=2", "policy.probe_top_k=2"]
+    spot_async.run("configs/quickstart.yaml", [*short, *asked, *overrides])
     samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     (metrics,) = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [(s["problem_id"], s["response_ids"], s["selected_positions"]) for s in samples], metrics

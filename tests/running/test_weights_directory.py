@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kill_drill import ROOT, command
-from problem_files import FEW
+from problem_files import FEW, FOUR
 
 import spot_async
 from spot_async.models.weight_files import SINGLE_FILE
@@ -21,12 +21,10 @@ from spot_async.trainer.settings import TrainerSettings
 
 KEYS = (
     FEW,
+    *FOUR,
     "training.iterations=3",
     "training.checkpoint_every=2",
-    "training.warmup_iterations=0",
     "training.schedule=constant",
-    "training.batch_size=4",
-    "training.mini_batch_size=4",
     "training.learning_rate=1e-3",
     "sampling.max_response_tokens=32",
     "evaluation=null",

@@ -33,6 +33,12 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = (  # of iterations that take a moment
+    "training.batch_size=8",
+    "training.mini_batch_size=8",
+    "training.warmup_iterations=0",
+    "sampling.max_response_tokens=64",
+)
 KEYS = ("training.iterations=16", "training.checkpoint_every=3", "evaluation.samples=1", "evaluation.eval_every=5")
 KILLS_A_RUN = 5
 MEAN_S = 3.0  # between the moment that is waited for and the kill

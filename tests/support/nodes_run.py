@@ -15,23 +15,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kill_drill import ROOT, command, with_heartbeats
+from kill_drill import ROOT, SHORT, command, with_heartbeats
 from network_namespaces import Machine, machines
 from safetensors.numpy import load_file
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
 KEYS = (
+    *SHORT,
     "training.ranks=2",
     "training.checkpoint_every=2",
-    "training.batch_size=8",
-    "training.mini_batch_size=8",
-    "training.warmup_iterations=0",
     "training.restarts=9",
-    "sampling.max_response_tokens=64",
     "evaluation=null",
     "run.trace=false",
 )
 PATIENCE_S = 240.0
+SERVER, RANK, NURSERY = (f"-m spot_async.{each} " for each in ("serving", "trainer", "base.processes.nursery"))
 SECRET = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
 
 
@@ -44,20 +42,19 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def pids(machine: Machine, module: str = "", word: str = "") -> list[int]:
-    """Return the processes on a machine, or those with this module of ours and this word on their command line."""
+def pids(machine: Machine, word: str = "") -> list[int]:
+    """Return the processes on a machine with this text on their command line."""
     found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
     chosen = []
     for pid in map(int, found.stdout.split()):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if (f"-m {module} " in line or not module) and word in line:
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
                 chosen.append(pid)
     return chosen
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until(is_so: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
