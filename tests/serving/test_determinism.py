@@ -59,11 +59,11 @@ def served(fast: bool, directory: Path = EXAMPLE / "student", **settings: Any) -
     return fused(model) if fast else model
 
 
-def rollouts(count: int) -> list[GenerateRequest]:
+def rollouts(count: int, **sampling: float) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             prompt_ids=prompt,
-            sampling=SamplingSettings(max_tokens=160, stop_token_ids=(1,), seed=seed),
+            sampling=SamplingSettings(max_tokens=160, stop_token_ids=(1,), seed=seed, **sampling),  # type: ignore[arg-type]
             top_k=4 * (seed % 2),
             timeout_s=60.0,
         )
@@ -109,6 +109,14 @@ def test_a_hundred_thousand_tokens_have_the_same_bits_at_every_concurrency() -> 
         assert differing(replies, expected) == []
         sampled += sum(len(reply.token_ids) for reply in replies)
     assert sampled >= 100_000
+
+
+@pytest.mark.long
+def test_the_general_path_has_the_same_bits_at_every_concurrency() -> None:
+    model, requests = served(fast=False), rollouts(48, temperature=0.8, top_p=0.9)
+    expected = answers(model, requests, 48)
+    for concurrency in (1, 3, 8, 17):
+        assert differing(answers(model, requests, concurrency), expected) == []
 
 
 def of_any_length() -> list[GenerateRequest]:
