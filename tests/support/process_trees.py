@@ -75,9 +75,11 @@ async def orchestrated(server, manner, prefix=()):
     """The pids of the guard, and of the server and its workers. Who started them is killed at the end."""
     argv = [sys.executable, "-c", ORCHESTRATOR, str(server), json.dumps(prefix), str(DEPTH), manner]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as orchestrator:  # noqa: ASYNC220 - killed below
-        guard = int(orchestrator.stdout.readline())
-        yield guard, await printed(server.with_name("server.log"), DEPTH + 1)
-        orchestrator.kill()
+        try:
+            guard = int(orchestrator.stdout.readline())
+            yield guard, await printed(server.with_name("server.log"), DEPTH + 1)
+        finally:
+            orchestrator.kill()
 
 
 async def printed(log_path, lines):
