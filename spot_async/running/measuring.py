@@ -21,7 +21,7 @@ from spot_async.base.events import Channel
 from spot_async.base.files import as_json, write_whole
 from spot_async.base.tasks import alongside, budget_error, in_thread
 from spot_async.checks.plan import evaluation_warnings
-from spot_async.config import Config
+from spot_async.config import Config, PluginSettings
 from spot_async.config.loading import doubled_backslashes
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark, outputs_of
@@ -103,7 +103,7 @@ async def measure(
             benchmarks,
             config.evaluation,
             generator=generator,
-            verifiers=await open_verifiers(benchmarks, stack),
+            verifiers=await open_verifiers({each.name: each.verifier for each in benchmarks}, stack),
             vocabulary=vocabulary,
             environments=await open_environments(benchmarks, vocabulary, stack),
             events=events,
@@ -206,19 +206,18 @@ async def open_environments(
     }
 
 
-async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack) -> dict[str, Verifier]:
-    """Open and return each benchmark's verifier, by the benchmark's name. Equal settings share one verifier."""
+async def open_verifiers(settings: Mapping[str, PluginSettings | None], stack: AsyncExitStack) -> dict[str, Verifier]:
+    """Open and return the verifiers of sets that have one, by the set's name. Equal settings share one verifier."""
     opened: dict[str, Verifier] = {}
     found: dict[str, Verifier] = {}
-    for benchmark in benchmarks:
-        settings = benchmark.verifier
-        if settings is None:
+    for name, each in settings.items():
+        if each is None:
             continue
-        key = settings.model_dump_json()
+        key = each.model_dump_json()
         if key not in opened:
-            verifier: Verifier = registry.load("verifiers", settings.kind)(settings)
+            verifier: Verifier = registry.load("verifiers", each.kind)(each)
             opened[key] = await stack.enter_async_context(verifier)
-        found[benchmark.name] = opened[key]
+        found[name] = opened[key]
     return found
 
 

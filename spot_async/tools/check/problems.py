@@ -16,6 +16,7 @@ from spot_async.config.loading import parse_yaml, validate_as
 from spot_async.data.problem_set import load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
+from spot_async.running.measuring import open_verifiers
 from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
 from spot_async.verification.multiple_choice import letter_index
@@ -80,19 +81,13 @@ class GoldCheck:
 
 async def check_sets(sets: Sequence[JudgedSet]) -> list[tuple[JudgedSet, GoldCheck]]:
     """Verify every answer of each set against itself, where a verifier compares. Raises what starts no verifier."""
-    opened: dict[str, Verifier] = {}  # by settings: equal ones share their workers, which start once
-    found = []
+    judged = {each.name: each for each in sets if each.verifier is not None and each.verifier.JUDGES_ANSWERS}
     try:
         async with AsyncExitStack() as stack:
-            for each in sets:
-                if (settings := each.verifier) is not None and settings.JUDGES_ANSWERS:
-                    if (key := settings.model_dump_json()) not in opened:
-                        verifier = registry.load("verifiers", settings.kind)(settings)
-                        opened[key] = await stack.enter_async_context(verifier)
-                    found.append((each, await check_golds(each.problems, opened[key])))
+            verifiers = await open_verifiers({name: each.verifier for name, each in judged.items()}, stack)
+            return [(each, await check_golds(each.problems, verifiers[name])) for name, each in judged.items()]
     except ExceptionGroup as failures:
         raise root_cause(failures) from None
-    return found
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCheck:

@@ -53,7 +53,7 @@ async def examine(
     beside = Companions(spending=spending, entered=entered, listener=listener)
     opening = open_services(plan.served, directory, run=(config, plan), is_used=problems is not None, beside=beside)
     async with AsyncExitStack() as stack, opening as services:
-        await open_verifiers(plan.evaluation, stack)
+        await open_verifiers({each.name: each.verifier for each in plan.evaluation}, stack)
         for found in await play_episodes(config, plan, services, verifier, environments):
             played(found)
         if problems is None:
