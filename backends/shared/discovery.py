@@ -153,11 +153,11 @@ async def ask_behind(server: RemoteServer, sayings: Mapping[str, Saying], *, dea
     """Return what answered at an attached server's address; None for a server that we started."""
     if not server.settings.is_attached:
         return None
+    said = {}
     async with server.connection(OWN_CONNECTION) as endpoint:
-        said = {
-            what: await _said(endpoint, saying, deadline=deadline)
-            for what, saying in sayings.items()  # not at once: each adds to the load of a server at work
-        }
+        for what, saying in sayings.items():  # not at once: each adds to the load of a server at work
+            answers = await gather(_answer(endpoint, saying, deadline) for _ in range(CONNECTIONS))
+            said[what] = [answer for answer in answers if answer is not None]
     return behind(said)
 
 
@@ -169,12 +169,6 @@ def behind(said: Mapping[str, Sequence[str]]) -> BehindUrl:
         servers=most if different.get(PROCESS) or most > 1 else None,
         differing=tuple(what for what, count in different.items() if count > 1),
     )
-
-
-async def _said(endpoint: HttpEndpoint, saying: Saying, *, deadline: float) -> list[str]:
-    """Ask over all connections at once; leave out what was not answered."""
-    answers = await gather(_answer(endpoint, saying, deadline) for _ in range(CONNECTIONS))
-    return [answer for answer in answers if answer is not None]
 
 
 async def _answer(endpoint: HttpEndpoint, saying: Saying, deadline: float) -> str | None:
