@@ -118,15 +118,20 @@ async def ask_engine(client: VllmClient, names: ReadName, *, deadline: float) ->
     Without developer mode this samples one token.
     """
     server = client.server
-    try:
-        found = await server.get("/is_paused", dict[str, Any], deadline=deadline)
-    except NoSuchRouteError:
+    if (paused := await is_paused(server, deadline=deadline)) is None:
         await _samples(client, deadline)
         return
-    if found.get("is_paused"):
+    if paused:
         raise TransientError(f"{server.name}: the server is paused, but not by this run")
     with contextlib.suppress(NoSuchRouteError):
         names((await server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version"))
+
+
+async def is_paused(server: RemoteServer, *, deadline: float) -> bool | None:
+    """Return whether the server is paused; None if it does not say (without developer mode)."""
+    with contextlib.suppress(NoSuchRouteError):
+        return (await server.get("/is_paused", dict[str, bool], deadline=deadline)).get("is_paused", False)
+    return None
 
 
 async def _samples(client: VllmClient, deadline: float) -> None:

@@ -31,6 +31,7 @@ from ..shared.discovery import (
 )
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, Sampled, VllmClient
+from .process import is_paused
 from .replies import CompletionsRoute
 from .weights import DEVELOPER_MODE
 
@@ -97,7 +98,10 @@ async def _first_answers(client: VllmClient, deadline: float) -> tuple[str, int,
     """Find out that it is vLLM, with the role's tokenizer; return its version, context, and name for its weights."""
     async with asked_as(client.server, "vLLM", may_be_other, deadline=deadline):
         version = (await client.server.get("/version", _Software, deadline=deadline)).version
-    await _refuse_paused(client, deadline)
+    if await is_paused(client.server, deadline=deadline):  # it would not answer, and may have lost its weights
+        raise ConfigError(
+            f"{client.server.section}: the server is paused, perhaps by an update that failed: restart it"
+        )
     model = await _served_model(client, deadline)
     client.model = model.id
     await compare_tokenizers(client.server, TEXTS, deadline=deadline, model=client.model)
@@ -126,18 +130,6 @@ def _weights_need(version: str, *, names_weights: bool, keeps_output_head: bool)
 
 class _Software(msgspec.Struct):
     version: str
-
-
-async def _refuse_paused(client: VllmClient, deadline: float) -> None:
-    """Raise `ConfigError` if the server is paused: it would not answer, and may have lost its weights in an update."""
-    try:
-        is_paused = (await client.server.get("/is_paused", dict[str, bool], deadline=deadline)).get("is_paused")
-    except NoSuchRouteError:
-        return
-    if is_paused:
-        raise ConfigError(
-            f"{client.server.section}: the server is paused, perhaps by an update that failed: restart it"
-        )
 
 
 async def _served_model(client: VllmClient, deadline: float) -> ListedModel:
