@@ -168,7 +168,8 @@ class SglangBackend(StudentBackend):
         await self._updater.update(snapshot, deadline=deadline)
 
     async def _sleep(self, deadline: float) -> None:
-        await self._updater.flush(deadline)  # until no request is left: a server that is sent to sleep before crashes
+        # Until no request is left: a server that is sent to sleep before crashes.
+        await self._updater.control.flush(deadline)
         await self._server.ask("/release_memory_occupation", {"tags": PARTS}, bytes, deadline=deadline)
 
     async def _wake(self, part: Part, deadline: float) -> None:

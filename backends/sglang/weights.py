@@ -88,7 +88,7 @@ class SglangWeights:
         self, server: RemoteServer, settings: WeightSettings, info: ServerInfo, *, log_directory: Path
     ) -> None:
         self._server = server
-        self._control = Control(server)
+        self.control = Control(server)
         self.holds_requests = release(info.version) >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
         self.witnesses = Witnesses(server.name, self._report)
         self._others: list[str] = []  # tensors that it reports on, besides those that are compared
@@ -96,7 +96,7 @@ class SglangWeights:
         self._lock = asyncio.Lock()
         self._transport: WeightTransport
         if settings.transport != "distributed":
-            self._transport = DiskTransport(self._control, flush=self.holds_requests)
+            self._transport = DiskTransport(self.control, flush=self.holds_requests)
         elif info.dp_size > 1:
             raise ConfigError(
                 f"{server.role}.backend.weights.transport=distributed: the server has {info.dp_size} data-parallel "
@@ -105,21 +105,17 @@ class SglangWeights:
         else:
             sender = WeightSender(settings, name=server.name, log_directory=log_directory)
             ranks = info.tp_size * info.pp_size
-            self._transport = DistributedTransport(self._control, settings, sender, ranks, self.holds_requests)
+            self._transport = DistributedTransport(self.control, settings, sender, ranks, self.holds_requests)
 
     async def close(self) -> None:
         await self._transport.close()
-
-    async def flush(self, deadline: float) -> None:
-        """Empty the prefix cache. Return once no request is left."""
-        await self._control.flush(deadline)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Update as in `protocols.WeightSink`. Raises `DataError` for a snapshot that would crash the server."""
         layout = await check_snapshot(snapshot.directory, self._server.files.directory)
         async with self._lock, self._paused(deadline):
             await self._transport.send(snapshot, layout, deadline=deadline)
-            await self._control.confirm(snapshot.version, deadline)
+            await self.control.confirm(snapshot.version, deadline)
             self._is_checked = False
             try:
                 await self.witnesses.check(snapshot, deadline=deadline)
@@ -144,17 +140,17 @@ class SglangWeights:
         """Pause the server during the `with` block. It stays paused if an error leaves it with mixed or wrong ones."""
         mode = "retract" if self.holds_requests else "abort"
         try:  # the pause request is inside, because the server may be paused even if nobody waited for its reply
-            await self._control.post("/pause_generation", {"mode": mode}, deadline)
+            await self.control.post("/pause_generation", {"mode": mode}, deadline)
             if not self.holds_requests:
-                await self._control.flush(deadline)
+                await self.control.flush(deadline)
             yield
-            await self._control.post("/continue_generation", {}, deadline)
+            await self.control.post("/continue_generation", {}, deadline)
         except BaseException as error:  # a cancelled update must resume the server too
             if not self._is_checked:
                 raise
             if not self._transport.mixed:
                 with contextlib.suppress(RequestError):
-                    await self._control.post("/continue_generation", {}, _soon())
+                    await self.control.post("/continue_generation", {}, _soon())
             elif isinstance(error, RequestError):
                 raise PermanentError(
                     f"{self._server.name}: the update ended half-way, so the server holds parts of two models and "

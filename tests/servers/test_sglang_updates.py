@@ -133,7 +133,7 @@ async def test_an_update_whose_flush_was_refused_is_finished(
 ) -> None:
     """Held with their cache (in_place), requests keep the server from flushing: updated, but without its name."""
     async with connect(sglang_student) as backend:
-        control = backend._updater._control
+        control = backend._updater.control
         transport = backend._updater._transport
         under_way = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
