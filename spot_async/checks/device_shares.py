@@ -118,12 +118,6 @@ def _is_numbered(launch: Any) -> bool:
     return names != [] and all(map(str.isdecimal, names))
 
 
-def taken_gib(directory: Path, size: ModelSize, launch: Any) -> float:
-    """Return what a server takes of each of its devices besides its cache, in GiB."""
-    parallel: int = launch.tensor_parallel_size
-    return weight_bytes(directory, size, launch.dtype) / parallel / GIB + WORKSPACE_GIB
-
-
 def weight_bytes(directory: Path, size: ModelSize, dtype: str = "auto") -> int:
     """Return the bytes of a served model's weights: those of its files if it is quantised, else by its type."""
     if "quantization_config" in read_json(directory / CONFIG_FILE):
@@ -151,7 +145,8 @@ def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> l
         directory = Path(local_path(served[role].model))
         if (size := read_size(directory)) is None:
             continue
-        taken, fraction = taken_gib(directory, size, launch), launch.memory_fraction or SERVER_FRACTION
+        weights_gib = weight_bytes(directory, size, launch.dtype) / launch.tensor_parallel_size / GIB
+        taken, fraction = weights_gib + WORKSPACE_GIB, launch.memory_fraction or SERVER_FRACTION
         if launch.cache_gib is not None:
             fraction = (taken + launch.cache_gib) / total_gib
         found += [
