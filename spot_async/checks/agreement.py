@@ -16,10 +16,10 @@ import numpy as np
 from spot_async.base.tasks import gather_answers
 from spot_async.checks import questions
 from spot_async.checks.questions import Asked
-from spot_async.errors import ConfigError, RequestError
+from spot_async.errors import RequestError
 from spot_async.models.precision import noise_nats, precision
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
-from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
+from spot_async.replicas.capabilities import combined
 from spot_async.types import Capabilities
 
 TOP_K = 16
@@ -46,12 +46,6 @@ async def agreement(role: str, servers: Mapping[str, Any], said: Mapping[str, Ca
     found = Agreement(combined([said[name] for name in servers]))
     if len(servers) < 2:
         return found
-    first = next(iter(servers))
-    for name in servers:
-        try:
-            check_same(said[first], name, said[name], VOCABULARY)
-        except ConfigError as error:
-            found.refusals.append(f"{role}.backend: {error}")
     for what, values in (
         ("models of different names", [said[name].model for name in servers]),
         ("different software", [said[name].server for name in servers]),
@@ -59,8 +53,6 @@ async def agreement(role: str, servers: Mapping[str, Any], said: Mapping[str, Ca
         if len(set(values)) > 1:
             listed = ", ".join(f"{name} {value}" for name, value in zip(servers, values, strict=True))
             found.warnings.append(f"{role}.backend: its servers have {what}: {listed}")
-    if found.refusals:
-        return found
     if holds_unknown_weights(found.together):
         found.warnings.append(
             f"{role}.backend: its servers hold unknown weights until the first are sent: their numbers are not compared"

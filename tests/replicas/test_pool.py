@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from replica_incidents import Server
 
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.capabilities import MODEL, check_same, combined
 from spot_async.replicas.leasing import LeaseRequest
 from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle, State
+from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
 from spot_async.replicas.scheduler import Scheduler
@@ -393,6 +395,19 @@ def test_a_role_offers_what_all_its_servers_do():
     assert offered.logprob_noise_nats == 0.1
     assert combined([capabilities(8), capabilities(8, version=None)]).version is None
     assert not combined([capabilities(8), capabilities(8, in_flight_updates=False)]).in_flight_updates
+
+
+def test_no_role_begins_with_servers_of_different_vocabularies():
+    class Other(Server):
+        async def capabilities(self, *, deadline):
+            return capabilities(8, vocab_fingerprint="g")
+
+    async def start():
+        async with ReplicaPool("teacher", {"teacher-1": Server, "teacher-2": Other}):
+            pass
+
+    with pytest.raises(ConfigError, match=r"teacher-2 serves another model .vocab_fingerprint g, not simulated"):
+        run_on_virtual_time(start())
 
 
 def test_a_server_that_came_back_as_another_model_is_refused():
