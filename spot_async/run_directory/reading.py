@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from spot_async.base.files import decoded_lines, lines_of, read_json, reading
-from spot_async.config import ROLES
+from spot_async.config import ROLES, leaves
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import local_path
@@ -44,6 +45,13 @@ T = TypeVar("T")
 MAX_BYTES_OF_ROWS, MAX_VALUES_OF_ROWS = 128 << 20, 2_000_000
 SECTIONS = {*ROLES, "teachers", "data", "environment", "evaluation", "policy", "prompt", "run", "sampling", "stages",
             "training"}  # fmt: skip
+# What is read as a number of a configuration that may be anybody's. Its keys are checked by no schema.
+NUMBERS = re.compile(
+    r"(max_staleness|policy\.(probes|baseline)|run\.samples_every|sampling\.(temperature|top_p)|"
+    r"stages\.\w+\.concurrency|training\.(batch_size|iterations|ranks|threads)|"
+    r".*backend\.(replicas|slots|threads)|.*environment\.workers)(?![^.])"
+)
+MOST_NUMBER = 1e12
 MAX_FAILED = 100_000  # lines of the log about attempts that failed
 
 EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with
@@ -147,6 +155,10 @@ class RunFiles:
         for key, value in ({**loaded, **several, **inner}).items():
             if key.partition(".")[0] in SECTIONS and not isinstance(value, dict | None):
                 raise DataError(f"{self.path / 'config.yaml'}: {key} is no section")
+        for key, value in leaves(loaded):
+            is_number = value is None or (isinstance(value, int | float) and abs(value) <= MOST_NUMBER)
+            if (number := NUMBERS.match(key)) is not None and (number[0] != key or not is_number):
+                raise DataError(f"{self.path / 'config.yaml'}: {number[0]} is no number up to {MOST_NUMBER:g}")
         return {key: value for key, value in loaded.items() if value is not None}
 
     def samples_rhythm(self) -> str:

@@ -41,7 +41,7 @@ def run_times(
             for stage in waited_for
             if (server := stage_server(stage)) is not None
         },
-        batch_size=int(config.get("training", {}).get("batch_size", 1)),
+        batch_size=int(config.get("training", {}).get("batch_size") or 1),
         servers=servers,
         roles_with_room=roles_with_room(config, cores),
         publish_s={phase: total(rows, f"publish/{phase.replace(' ', '_')}_s") for phase in PUBLISHES}
@@ -209,7 +209,8 @@ def _backends(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def stage_limit(config: Mapping[str, Any], stage: str) -> int:
-    return int(config.get("stages", {}).get(stage_kind(stage), {}).get("concurrency", 1))
+    own = (config.get("stages") or {}).get(stage_kind(stage)) or {}
+    return max(1, int(own.get("concurrency") or 1))
 
 
 def of_each(rows: Rows, area: str, figure: str) -> dict[str, str]:

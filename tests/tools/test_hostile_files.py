@@ -165,6 +165,7 @@ RUNS = [
     ),
     Row("config.yaml: a tag of Python", text("config.yaml", "a: !!python/object/apply:os.abort []"), REPORT, "YAML"),
     Row("config.yaml: no sections", text("config.yaml", "student: [1]\npolicy: x\n"), REPORT, "is no section"),
+    Row("config.yaml: a word", text("config.yaml", "training: {batch_size: many}"), REPORT, "batch_size is no number"),
     Row("config.yaml: a pipe", pipe("config.yaml"), VERIFY, "no regular file"),
     Row("config.yaml: /dev/zero", device("config.yaml"), REPORT, "no regular file"),
     Row("config.yaml: 8 GB", sparse("config.yaml"), REPORT, "more than 262,144 bytes"),

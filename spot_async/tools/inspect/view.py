@@ -66,8 +66,8 @@ class PolicySettings:
             guided=bool(settings.get("verifier_guidance", True)),
             gated=bool(settings.get("gate", True)),
             shuffled=bool(settings.get("shuffle_outcomes", False)),
-            probes=int(settings.get("probes", 1)),
-            baseline=float(settings.get("baseline", 0.0)),
+            probes=int(settings.get("probes") or 1),
+            baseline=float(settings.get("baseline") or 0.0),
         )
 
     @property
