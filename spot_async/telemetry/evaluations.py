@@ -95,12 +95,14 @@ def figures_table(figures: EvaluationFigures) -> RenderableType:
 
     Each benchmark has a row; several have one more for their mean. If there is only one, its tiers have rows too.
     """
+    # Titles are lines of their own, since rich would wrap a table's title to the table's width.
     return Group(
-        _title(f"Percent ± standard error over the n problems of a {kind_of_row(figures)}"),
+        Text(f"Percent ± standard error over the n problems of a {kind_of_row(figures)}", style="bold"),
         accuracy_table(figures),
         *(Text(visible(note)) for note in notes(figures)),
-        _title(
-            "\nResponses: mean tokens, percent cut off at the longest length, number without an answer or a verdict"
+        Text(
+            "\nResponses: mean tokens, percent cut off at the longest length, number without an answer or a verdict",
+            style="bold",
         ),
         responses_table(figures),
     )
@@ -145,11 +147,6 @@ def responses_table(figures: EvaluationFigures) -> Table:
 def kind_of_row(figures: EvaluationFigures) -> str:
     """Return what a row is: a tier of a single benchmark, or a benchmark."""
     return "tier" if len(figures.benchmarks) == 1 else "benchmark"
-
-
-def _title(words: str) -> Text:
-    """Return a line to stand above a table, since rich would wrap a table's own title to the table's width."""
-    return Text(words, style="bold")
 
 
 def _counts(responses: int, tokens: int, truncated: float, verdicts: Mapping[str, int]) -> list[str]:

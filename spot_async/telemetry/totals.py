@@ -155,9 +155,11 @@ def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | N
 
 
 def effective_limit(rows: Rows, config: Mapping[str, Any], stage: str) -> int:
-    """Return the stage's own limit, or what its servers let in if that is less."""
-    own, let_in = stage_limit(config, stage), servers_let_in(rows, stage)
-    return own if let_in is None else min(own, max(1, round(let_in)))
+    """Return the stage's own limit, or, if that is less, what its servers let in: all together, a mean over rows."""
+    name = re.compile(rf"replica/{re.escape(stage_server(stage) or '')}(-\d+)?/limit")
+    let_in = [sum(found) for row in rows if (found := [row[key] for key in row if name.fullmatch(key)])]
+    own = stage_limit(config, stage)
+    return min(own, max(1, round(sum(let_in) / len(let_in)))) if let_in else own
 
 
 def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -> float | None:
@@ -171,13 +173,6 @@ def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -
         return None
     in_flight *= training_s(row) / wait_s if is_strict(config) and wait_s else 1.0
     return min(1.0, in_flight / effective_limit([row], config, stage))
-
-
-def servers_let_in(rows: Rows, stage: str) -> float | None:
-    """Return the most requests that the stage's servers let in at a time, all together, as a mean over iterations."""
-    name = re.compile(rf"replica/{re.escape(stage_server(stage) or '')}(-\d+)?/limit")
-    limits = [sum(found) for row in rows if (found := [row[key] for key in row if name.fullmatch(key)])]
-    return sum(limits) / len(limits) if limits else None
 
 
 def roles_with_room(config: Mapping[str, Any], cores: int | None) -> frozenset[str]:

@@ -110,10 +110,6 @@ class Observer:
         self._queued = self._most_queued = 0
         self._queued_prompts_s = 0.0
 
-    @property
-    def seconds(self) -> float:
-        return sum(each.seconds for each in self.rows)
-
     def on(self, event: Event) -> None:
         now_s = asyncio.get_running_loop().time()
         self._queued_prompts_s += self._queued * (now_s - self._since_s)
@@ -274,7 +270,8 @@ def _outcome(
     staleness: int, rates: ClusterRates, workload: Workload, observed: Observer, strict_s: float | None
 ) -> Outcome:
     """Return what the iterations came to."""
-    rows, lags, total_s = observed.rows, observed.lags, observed.seconds
+    rows, lags = observed.rows, observed.lags
+    total_s = sum(each.seconds for each in rows)
     iteration_s, train_s = total_s / len(rows), sum(each.train_s for each in rows) / len(rows)
     # What they did in this time, so that none can have done more than its rate allows.
     servers_s = {}
