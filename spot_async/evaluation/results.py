@@ -102,10 +102,6 @@ class EvaluationResult:
 
     benchmarks: tuple[BenchmarkResult, ...]
 
-    @property
-    def is_single(self) -> bool:
-        return len(self.benchmarks) == 1
-
     @cached_property
     def figures(self) -> Mapping[str, BenchmarkFigures]:
         return {each.name: each.benchmark_figures() for each in self.benchmarks}
@@ -168,7 +164,7 @@ def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -
     mean change.
     """
     pairs, tier = list(zip(before.benchmarks, after.benchmarks, strict=True)), row
-    if not before.is_single:  # benchmarks count alike, however many problems they have
+    if len(before.benchmarks) > 1:  # benchmarks count alike, however many problems they have
         names, tier = ([each.name for each in before._in_macro] if row == MACRO else [row]), ALL_TIERS
         pairs = [(one, other) for one, other in pairs if one.name in names]
     mean = mean_of_independent([_change(one, other, tier) for one, other in pairs])

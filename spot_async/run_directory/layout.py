@@ -115,8 +115,7 @@ def name_of_run(directory: Path) -> str:
 
 def evaluated(run: Path) -> list[str]:
     """Return the evaluations of which a run has files: `before`, `after`, or an iteration's six digits."""
-    named = {path: EVALUATION.fullmatch(path.name) for path in run.glob("evaluation-*")}
-    return sorted({found[1] for path, found in named.items() if found is not None and path.is_file()})
+    return sorted({path.name.removeprefix("evaluation-").partition(".")[0] for path in evaluation_files(run, "*")})
 
 
 def evaluation_files(run: Path, when: str) -> list[Path]:
