@@ -49,7 +49,7 @@ def model_sections(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of models in a configuration's plain values, by role."""
     several = {teacher_role(name): section for name, section in (tree.get("teachers") or {}).items()}
     given = {role: tree.get(role) for role in ROLES[:2]} | several | {"reference": tree.get("reference")}
-    return {role: section for role, section in given.items() if section}
+    return {role: section for role, section in given.items() if isinstance(section, dict) and section}
 
 
 TeacherName: TypeAlias = Annotated[

@@ -43,13 +43,15 @@ T = TypeVar("T")
 
 # Of what is held as a whole: metrics, spending and dead letters. 10,000 iterations have about 1.5 million values.
 MAX_BYTES_OF_ROWS, MAX_VALUES_OF_ROWS = 128 << 20, 2_000_000
-SECTIONS = {*ROLES, "teachers", "data", "environment", "evaluation", "policy", "prompt", "run", "sampling", "stages",
-            "training"}  # fmt: skip
-# What is read as a number of a configuration that may be anybody's. Its keys are checked by no schema.
+# Keys of a configuration that may be anybody's, which no schema checks: of what is read as a section or as a number.
+SECTIONS = re.compile(
+    rf"data|environment|evaluation|policy|prompt|run|sampling|stages(\.({'|'.join(STAGE_SERVERS)}))?|teachers|training|"
+    rf"({'|'.join(ROLES)}|teachers\.[^.]+)(\.backend)?|teachers\..+\.backend"
+)
 NUMBERS = re.compile(
     r"(max_staleness|policy\.(probes|baseline)|run\.samples_every|sampling\.(temperature|top_p)|"
     r"stages\.\w+\.concurrency|training\.(batch_size|iterations|ranks|threads)|"
-    r".*backend\.(replicas|slots|threads)|.*environment\.workers)(?![^.])"
+    r".*backend\.(replicas|slots|threads)|.*environment\.workers)(?![^.])"  # a key below one makes it none, too
 )
 MOST_NUMBER = 1e12
 MAX_FAILED = 100_000  # lines of the log about attempts that failed
@@ -145,17 +147,9 @@ class RunFiles:
             raise DataError(str(error)) from None
         if not isinstance(loaded, dict):
             return {}
-        stages = loaded.get("stages")
-        inner = {f"stages.{name}": stages.get(name) for name in STAGE_SERVERS} if isinstance(stages, dict) else {}
-        teachers = loaded.get("teachers")
-        several = {f"teachers.{name}": each for name, each in teachers.items()} if isinstance(teachers, dict) else {}
-        for role, section in ({role: loaded.get(role) for role in ROLES} | several).items():
-            if isinstance(section, dict):
-                inner[f"{role}.backend"] = section.get("backend")
-        for key, value in ({**loaded, **several, **inner}).items():
-            if key.partition(".")[0] in SECTIONS and not isinstance(value, dict | None):
-                raise DataError(f"{self.path / 'config.yaml'}: {key} is no section")
         for key, value in leaves(loaded):
+            if SECTIONS.fullmatch(key) and not isinstance(value, dict | None):
+                raise DataError(f"{self.path / 'config.yaml'}: {key} is no section")
             is_number = value is None or (isinstance(value, int | float) and abs(value) <= MOST_NUMBER)
             if (number := NUMBERS.match(key)) is not None and (number[0] != key or not is_number):
                 raise DataError(f"{self.path / 'config.yaml'}: {number[0]} is no number up to {MOST_NUMBER:g}")
@@ -279,11 +273,11 @@ def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
     """
     begun_as = str(run.config().get("student", {}).get("model", ""))
     for directory in (run.path / "student", Path(local_path(begun_as))):
-        if not (directory / "tokenizer_config.json").exists():
-            continue
         try:
+            if not (directory / "tokenizer_config.json").exists():
+                continue
             tokenizer = _vocabulary(directory.resolve()).tokenizer
-        except DataError:
+        except (DataError, OSError):  # the name of a foreign run's model may be too long for a path
             continue
         texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in token_ids])
         return texts
