@@ -44,7 +44,7 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
     assert needs.samples_per_prompt == (8 if kind == "grpo" else 1)
 
 
-@pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot"])
+@pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot", "baseline"])
 def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypatch):
     monkeypatch.setattr("spot_async.running.services.available_cores", lambda: frozenset({0, 1}))
     assert core_shares(plan(kind).served).warnings == ()
