@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from played_worlds import count, opened, play, run
+from process_trees import gone
 
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
 from spot_async.models.episodes import Step
@@ -227,8 +228,10 @@ async def test_what_is_killed_between_turns_is_played_again(who: str, marked: Ma
         steps: list[Step] = []
         worker = marked()
         await play(environment, steps, count(5))
-        kill(worker if who == "worker" else marked() - worker)
-        await until(lambda: not any(each.alive for each in environment._pools[0]._workers) or marked() == worker)
+        killed = worker if who == "worker" else marked() - worker
+        kill(killed)
+        assert await gone(killed)  # its end of the channel is closed then, which is not so when its name goes
+        await until(lambda: who == "episode" or not any(each.alive for each in environment._pools[0]._workers))
         assert (await play(environment, steps, count())).texts == ("6",)
         assert environment.replayed_steps == 1
     await until(lambda: not marked())

@@ -82,15 +82,6 @@ class SlowTrainer(SimulatedTrainer):
         return await super().train(iteration, batch)
 
 
-class HangingTrainer(SimulatedTrainer):
-    """Never ends the second step."""
-
-    async def train(self, iteration, batch):
-        if iteration == 1:
-            await asyncio.sleep(FOR_EVER)
-        return await super().train(iteration, batch)
-
-
 class WaitingPolicy(OpdPolicy):
     """Awaits something of its own for ever, at the fourth prompt."""
 
@@ -98,6 +89,15 @@ class WaitingPolicy(OpdPolicy):
         if prompt.ordinal == 3:
             await asyncio.sleep(FOR_EVER)
         return await super().supervise(prompt, stages)
+
+
+class HangingTrainer(SimulatedTrainer):
+    """Never ends the second step."""
+
+    async def train(self, iteration, batch):
+        if iteration == 1:
+            await asyncio.sleep(FOR_EVER)
+        return await super().train(iteration, batch)
 
 
 class Student(SimulatedStudent):
