@@ -24,7 +24,7 @@ import structlog
 from spot_async.base.files import writing
 from spot_async.base.processes import guard
 from spot_async.base.processes.exits import SAFE_PATH
-from spot_async.base.processes.far_side import BEATS, FarPlace, near_command
+from spot_async.base.processes.far_side import FarPlace
 from spot_async.base.processes.last_words import headline, how_it_ended, readable
 from spot_async.base.processes.nursery import NURSERY, ForkedProcess
 from spot_async.base.secrets import SECRETS, pattern
@@ -103,8 +103,7 @@ class ChildProcess:
             own |= _given_cores(cores)
         else:
             grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own, and then some to kill
-            script = far.script(argv, own, FOREIGN_GRACE_S)
-            guarded, own = near_command(far.prefix, script, grace_s=grace_s, beat_s=far.silence_s / BEATS)
+            guarded, own = far.guarded(argv, own, grace_s, far_grace_s=FOREIGN_GRACE_S)
         hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
         process = await _spawn(guarded, log_path, foreign_environment({**own, **hidden}))
         return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)

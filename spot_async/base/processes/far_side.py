@@ -44,8 +44,18 @@ class FarPlace:
     directory: Path | None = None  # made there for this user alone, and removed at the end
     files: Mapping[str, str] = field(default_factory=dict, repr=False)  # to write in it, by name
 
+    def guarded(
+        self, argv: Sequence[str], environment: Mapping[str, str], grace_s: float, *, far_grace_s: float
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of the guard here, and the environment that it needs.
+
+        `environment` is all that the program gets there.
+        """
+        script = self.script(argv, environment, far_grace_s)
+        return near_command(self.prefix, script, grace_s=grace_s, beat_s=self.silence_s / BEATS)
+
     def script(self, argv: Sequence[str], environment: Mapping[str, str], grace_s: float) -> str:
-        """Return what the far shell reads. `environment` is all that the program gets there."""
+        """Return what the far shell reads."""
         ours = {
             _SOURCE_VARIABLE: Path(guard.__file__).read_text(encoding="utf-8"),
             guard.SILENCE_VARIABLE: str(self.silence_s),
