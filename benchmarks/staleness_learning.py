@@ -2,10 +2,10 @@
 
     python benchmarks/staleness_learning.py runs/staleness
 
-Every cell is a whole run of `configs/quickstart.yaml` with other keys, in a directory of its own. Finished runs are not
-made again, so the command continues where it was stopped. The table has Avg@8 and Pass@8 after training, as the mean
-over the seeds with its standard error; the change to the strict run of the same seed, paired; and the mean lag of the
-tokens that were trained on. Wall times are not compared: runs may share the machine (`--at-once`).
+Every cell is a whole run of `configs/running_sum/spot.yaml` with other keys, in a directory of its own. Finished runs
+are not made again, so the command continues where it was stopped. The table has Avg@8 and Pass@8 after training, as the
+mean over the seeds with its standard error; the change to the strict run of the same seed, paired; and the mean lag of
+the tokens that were trained on. Wall times are not compared: runs may share the machine (`--at-once`).
 
 `--behaviors served` pushes on gaps that have closed since, which is what `recomputed` mends (docs/methods.md).
 """
@@ -47,7 +47,7 @@ def run(cell: Cell, seed: int, directory: Path, overrides: list[str]) -> Outcome
         "training.keep_weights": cell.max_staleness + 2,
         **SPOT_KEYS,
     }
-    after = train(CONFIGS / "quickstart.yaml", directory, keys, overrides)
+    after = train(CONFIGS / "running_sum" / "spot.yaml", directory, keys, overrides)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     return Outcome(after["avg"], after["pass"], float(np.mean([row.get("train/lag_mean", 0.0) for row in rows])))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-RELAY = "experiments/mechanism/relay"
+RELAY, RUNNING_SUMS = "experiments/mechanism/relay", "configs/running_sum"
 BATCH = 64
 FIRST_SEED = 100
 ALL_SEEDS, FEW_SEEDS = 8, 3  # of rows that a hypothesis names, and of the others
@@ -224,7 +224,7 @@ PART_TWO = (
         METHODS, relay_choices, relay_place,
     ),
     Setting(
-        "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
+        "running-sum", f"{RUNNING_SUMS}/spot.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
         SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from command import QUICKSTART
+from command import PAPERS
 from rich.console import Console
 from small_runs import NAMED
 from typer.testing import CliRunner
@@ -332,7 +332,7 @@ def test_a_problem_file_and_a_check_without_servers_have_no_slope():
 @pytest.mark.parametrize("for_programs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_unsafe_servers_are_shown_and_nothing_is_measured_of_them(for_programs, monkeypatch, servers_on_threads):
     monkeypatch.chdir(ROOT)
-    unsafe = ["check", *QUICKSTART, "student.backend.max_context_tokens=64", "--slope", "6"]
+    unsafe = ["check", *PAPERS, "student.backend.max_context_tokens=64", "--slope", "6"]
     done = CliRunner().invoke(app, [*unsafe, "--json"] if for_programs else unsafe)
     assert done.exit_code == 1
     said = "student.backend serves a context of 64 tokens"
@@ -349,7 +349,7 @@ def test_unsafe_servers_are_shown_and_nothing_is_measured_of_them(for_programs, 
 @pytest.mark.long
 def test_it_measures_real_servers_for_people_and_for_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    asked = ["check", *QUICKSTART, "--slope", "6"]
+    asked = ["check", *PAPERS, "--slope", "6"]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "safe to train with" in done.output
