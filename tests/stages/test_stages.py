@@ -231,36 +231,21 @@ def test_a_response_that_cannot_be_learnt_is_refused_with_its_problem(response, 
         written(response)
 
 
-async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():
-    recorder = Recorder()
-    stages = bound(recorder, student_ends=(1,), teacher_ends=(2, 8))
-    await stages.score(RESPONSE, top_k=1)
-    await stages.score(RESPONSE[:-1], top_k=1)
-    assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7]]
-    await stages.rollout()
-    assert recorder.generated[0][1].stop_token_ids == (1, 2, 8)
-
-
-async def test_a_teacher_that_only_tolerates_the_students_end_token_scores_its_own():
-    """A Base student and its chat teacher: the teacher's stop ids often hold both, but it writes the first."""
-    recorder = Recorder()
-    await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
-    await bound(recorder, student_ends=(2, 1), teacher_ends=(2, 1)).score(RESPONSE, top_k=1)
-    assert recorder.scored == [[5, 6, 7, 2], [5, 6, 7, 1]]
-
-
 @pytest.mark.parametrize(
-    ("response", "student_ends", "teacher_ends", "asked"),
+    ("response", "student_ends", "teacher_ends", "scored", "asked"),
     [
-        ([5, 1], (1,), (2, 8, 1), [8, 1]),
-        ([5, 2], (1,), (2, 8, 1), None),  # the teacher's own, by itself
-        ([5, 8], (8, 1), (8, 1), None),  # both end with it
-        ([5, 6], (1,), (2, 8), None),  # cut off
-        ([], (1,), (2, 8), None),
-        ([5, 1], (1,), (2,), None),  # nothing to add
+        ([5, 1], (1,), (2, 8, 1), [5, 2], [8, 1]),  # a chat teacher may stop at a Base student's end, but writes 2
+        ([5, 2], (1,), (2, 8, 1), [5, 2], None),  # the teacher's own, by itself
+        ([5, 1], (2, 1), (2, 1), [5, 1], None),  # both end with it
+        ([5, 8], (8, 1), (8, 1), [5, 8], None),
+        ([5, 6], (1,), (2, 8), [5, 6], None),  # cut off
+        ([], (1,), (2, 8), [], None),
+        ([5, 1], (1,), (2,), [5, 2], None),  # nothing to add
     ],
 )
-async def test_end_tokens_are_summed_only_where_the_students_was_replaced(response, student_ends, teacher_ends, asked):
+async def test_an_end_is_scored_as_the_teachers_and_its_others_are_summed_only_where_it_was_replaced(
+    response, student_ends, teacher_ends, scored, asked
+):
     class Summing(Recorder):
         asked = None
 
@@ -273,10 +258,11 @@ async def test_end_tokens_are_summed_only_where_the_students_was_replaced(respon
     recorder = Summing()
     arguments = {"student_ends": student_ends, "teacher_ends": teacher_ends, "kept_scores": recorder}
     scores = await bound(recorder, end_token="sum", **arguments).score(np.array(response, np.int32), top_k=1)
-    assert recorder.asked == asked
+    assert (recorder.scored, recorder.asked) == ([scored], asked)
     assert len(scores.logprobs) == len(response)
     assert max(scores.logprobs, default=0.0) <= 0  # also where rounding makes it more than certain
     await bound(recorder, end_token="replace", **arguments).score(np.array(response, np.int32), top_k=1)
+    assert recorder.scored == [scored] * 2
     assert len({*map(repr, recorder.keys)}) == (1 if asked is None else 2)  # a kept score is one or the other
 
 
@@ -297,12 +283,17 @@ async def test_the_tail_of_a_row_stays_what_is_left_of_it_where_ends_are_swapped
     np.testing.assert_allclose(np.exp(scores.topk_logprobs).sum(axis=1) + np.exp(scores.tail_logprobs), 1.0)
 
 
-async def test_the_teachers_end_token_among_candidates_stands_for_the_students():
+@pytest.mark.parametrize(
+    ("student_ends", "teacher_ends", "expected"), [((1,), (2, 1), [6, 1, 2]), ((2, 1), (2,), [6, 2, 1])]
+)
+async def test_the_teachers_end_token_among_candidates_stands_for_the_students(student_ends, teacher_ends, expected):
+    """So it does at single positions. It is swapped, so that candidates stay different."""
     recorder = Recorder()
-    scores = await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=3)
-    assert scores.topk_ids.tolist() == [[6, 1, 2]] * 4  # swapped, so that candidates stay different
-    scores = await bound(recorder, student_ends=(2, 1), teacher_ends=(2,)).score(RESPONSE, top_k=3)
-    assert scores.topk_ids.tolist() == [[6, 2, 1]] * 4
+    stages = bound(recorder, student_ends=student_ends, teacher_ends=teacher_ends)
+    assert (await stages.score(RESPONSE, top_k=3)).topk_ids.tolist() == [expected] * 4
+    assert (await stages.score_at(RESPONSE, np.array([1, 3]), top_k=3)).topk_ids.tolist() == [expected] * 2
+    assert recorder.scored == [[5, 6, 7, 2]] * 2
+    assert recorder.temperatures == [0.7] * 2
 
 
 GRADED = Judgement(Verdict.WRONG, 0.25, "one step of four")
@@ -417,19 +408,11 @@ def test_needs_state_how_many_requests_a_prompt_has_at_each_stage(needs, expecte
     assert {stage: found[stage] for stage in expected} == expected
 
 
-async def test_single_positions_are_scored_as_whole_responses_are_end_tokens_and_temperature_included():
-    recorder = Recorder()
-    stages = bound(recorder, student_ends=(1,), teacher_ends=(2, 1))
-    rows = await stages.score_at(RESPONSE, np.array([1, 3]), top_k=3)
-    assert recorder.scored == [[5, 6, 7, 2]]
-    assert recorder.temperatures == [0.7]
-    assert rows.topk_ids.tolist() == [[6, 1, 2]] * 2
+class Plain:
+    score = Recorder.score
 
 
 async def test_a_teacher_without_single_positions_is_not_asked_for_any():
-    class Plain:
-        score = Recorder.score
-
     stages = bound(Recorder(), scorer=Plain())
     with pytest.raises(PluginError, match="single positions"):
         await stages.score_at(RESPONSE, np.array([0]), top_k=3)
@@ -485,10 +468,6 @@ async def test_chosen_tokens_are_asked_of_a_teacher_only_if_the_needs_say_so_and
     asked = (RESPONSE, np.zeros(1, np.int32), np.zeros((1, 2), np.int32))
     with pytest.raises(ContractError, match="its needs do not state: teacher_candidates"):
         await bound(Choosing(), teacher_candidates=False).teacher_candidates(*asked)
-
-    class Plain:
-        score = Recorder.score
-
     with pytest.raises(LookupError, match="asks the teacher for chosen tokens, which its backend does not offer"):
         await bound(Recorder(), scorer=Plain()).teacher_candidates(*asked)
 
