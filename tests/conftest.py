@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 import pytest
 import structlog
+from makers import MakeTrainer
 from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: F401 - fixtures
 
 from spot_async.base.processes.resources import keep_rows_apart
@@ -426,6 +427,12 @@ def make_trainer(
             patch.setenv("WORLD_SIZE", "1")
             stack.enter_context(process_group(str(tmp_path_factory.mktemp("group")), cpu, "fsdp2"))
         yield make
+
+
+@pytest.fixture
+def student_trainer(make_trainer: MakeTrainer, student: Path, tmp_path: Path) -> MakeTrainer:
+    """The same of the file's student, in a folder of the test's own: `student_trainer("a folder in it", **choices)`."""
+    return lambda name="", **choices: make_trainer(student, tmp_path / name, **choices)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from makers import DenseLoss, MakeSample, MakeTrainer, MixedBatch
 from recipes import recipe
 from transformers import AutoModelForCausalLM
 
@@ -18,17 +18,13 @@ from spot_async.config import TrainingConfig
 from spot_async.errors import TrainerError
 from spot_async.testing import live_batch, loss_of, make_policy, make_verifier, simulated_run
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Judgement, Sample, Supervision, Verdict
+from spot_async.types import Judgement, Sample, Verdict
 from spot_async.verification import BoxedMatch
 
 
 @pytest.mark.parametrize("choices", [{}, {"micro_batch_tokens": 30}, {"loss_aggregation": "token_mean"}], ids=str)
 def test_loss_and_gradient_are_those_of_a_dense_model(
-    student: Path,
-    mixed_batch: Callable[[], list[Supervision]],
-    dense_loss: Callable[..., torch.Tensor],
-    choices: dict[str, Any],
+    student: Path, mixed_batch: MixedBatch, dense_loss: DenseLoss, choices: dict[str, Any]
 ) -> None:
     training = TrainingConfig(iterations=1, reference_kl=0.1, dual_clip=3.0, **choices)
     model = AutoModelForCausalLM.from_pretrained(student)
@@ -50,11 +46,7 @@ def test_loss_and_gradient_are_those_of_a_dense_model(
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_what_it_weighs_is_what_a_trainer_weighs(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    normalize: bool,
+    student: Path, student_trainer: MakeTrainer, mixed_batch: MixedBatch, normalize: bool
 ) -> None:
     """Log pi_old is recomputed, far from what the samples say, so weights are capped and advantages are others."""
     choices: dict[str, Any] = {
@@ -68,7 +60,7 @@ def test_what_it_weighs_is_what_a_trainer_weighs(
     found = loss_of(
         batch, AutoModelForCausalLM.from_pretrained(student), training=TrainingConfig(iterations=1, **choices)
     )
-    metrics = make_trainer(student, tmp_path, **choices).train(Batch(0, tuple(batch))).metrics
+    metrics = student_trainer(**choices).train(Batch(0, tuple(batch))).metrics
     for name, value in (("loss", found.loss), ("loss_branch", found.branch), ("grad_norm", found.grad_norm)):
         assert value == pytest.approx(metrics[name], rel=1e-5)
     where = [
@@ -106,9 +98,7 @@ def test_a_live_batch_has_the_samples_with_supervision_and_what_a_student_says_o
     assert make_policy(recipe("tip")).revise(batch)
 
 
-def test_a_sample_that_cannot_be_trained_is_refused_by_its_name(
-    student: Path, supervision: Callable[..., Supervision]
-) -> None:
+def test_a_sample_that_cannot_be_trained_is_refused_by_its_name(student: Path, supervision: MakeSample) -> None:
     model = AutoModelForCausalLM.from_pretrained(student)
     with pytest.raises(TrainerError, match=r"'problem-3' .* cannot be trained: .*advantages"):
         loss_of([supervision(3, 4, advantages=np.zeros(5, np.float32))], model)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from makers import MakeSample
 from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.batching import Layout, collate, input_length, mini_batches, update_shares
 from spot_async.trainer.settings import learning_rate, progress_words, schedule_words, seam_words
-from spot_async.types import Supervision, VersionSpan, WeightVersion
+from spot_async.types import VersionSpan, WeightVersion
 
 
-def test_tokens_that_no_student_sampled_are_of_no_weights(supervision: Callable[..., Supervision]) -> None:
+def test_tokens_that_no_student_sampled_are_of_no_weights(supervision: MakeSample) -> None:
     spans = (VersionSpan(0, 1, WeightVersion(0, 4)), VersionSpan(1, 3, None), VersionSpan(3, 4, WeightVersion(0, 5)))
     sample = msgspec.structs.replace(supervision(0, 4), version=WeightVersion(0, 4), version_spans=spans)
     assert collate([sample], is_packed=False).sampled_at.tolist() == [[4, -1, -1, 5]]
@@ -34,13 +34,7 @@ def test_tokens_that_no_student_sampled_are_of_no_weights(supervision: Callable[
     is_packed=st.booleans(),
 )
 def test_every_sample_is_trained_exactly_once(
-    supervision: Callable[..., Supervision],
-    lengths: list[int],
-    per_prompt: int,
-    size: int,
-    ranks: int,
-    budget: int,
-    is_packed: bool,
+    supervision: MakeSample, lengths: list[int], per_prompt: int, size: int, ranks: int, budget: int, is_packed: bool
 ) -> None:
     layout = Layout(is_packed, budget, linear_work=100)
     batch = [supervision(i // per_prompt, n) for i, n in enumerate(lengths)]
@@ -86,7 +80,7 @@ def test_packed_samples_are_spread_by_tokens_and_their_squares_and_leave_little_
     assert sum(lengths) > 90 * len(passes)
 
 
-def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival(supervision: Callable[..., Supervision]) -> None:
+def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival(supervision: MakeSample) -> None:
     batch = [supervision(i, 2) for i in range(32)]
     order = [[s.prompt_ordinal for s in update] for update in mini_batches(batch, 8, seed=5)]
     arrived_backwards = [supervision(i, 2) for i in reversed(range(32))]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from makers import MakeModel, MakeSample, MakeSettings, MakeTargets, MakeTrainer
 from safetensors.torch import load_file, save_file
 
 from spot_async.base import wire
@@ -24,11 +25,9 @@ from spot_async.trainer.checkpoint import load_checkpoint, write_checkpoint
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import ResumePoint, TrainerSettings
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.trainer.settings import ResumePoint
+from spot_async.types import WeightVersion
 
-MakeSettings = Callable[..., TrainerSettings]
-MakeTrainer = Callable[..., StudentTrainer]
 SHORT = {"iterations": 4, "batch_size": 4, "mini_batch_size": 2, "keep_weights": 4}
 RESUMED_AT = 2
 
@@ -109,7 +108,7 @@ for number, (nodes, ranks, jobs) in enumerate(json.loads(Path(sys.argv[1]).read_
 
 
 @pytest.fixture
-def batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., SoftTargets]) -> Callable[[int], Batch]:
+def batch(supervision: MakeSample, soft_targets: MakeTargets) -> Callable[[int], Batch]:
     def make(iteration: int) -> Batch:
         lengths = [9, 1, 7, 12]
         samples = (
@@ -134,7 +133,7 @@ def weights(run: Path, step: int) -> Path:
 
 @pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_change(
-    random_model: Callable[..., Path], trainer_settings: MakeSettings, batch: Callable[[int], Batch], tmp_path: Path
+    random_model: MakeModel, trainer_settings: MakeSettings, batch: Callable[[int], Batch], tmp_path: Path
 ) -> None:
     # With heads of 6 the fourth of four ranks has no part of some tensors, and 50 tokens are not a multiple of 4.
     student = random_model(head_dim=6)
@@ -224,9 +223,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
 
 
 def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
-    student: Path, make_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path
+    student: Path, student_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(student, tmp_path, sharding="fsdp2")
+    trainer = student_trainer(sharding="fsdp2")
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "rank-00004-of-00004.safetensors").write_bytes(b"of an attempt on more ranks that was cut off")
@@ -288,9 +287,9 @@ def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
 
 
 def test_a_checkpoint_outlives_a_power_cut(
-    student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(student, tmp_path)
+    trainer = student_trainer()
     flushed: list[tuple[int, int]] = []
 
     def fsync(descriptor: int) -> None:
@@ -306,8 +305,8 @@ def test_a_checkpoint_outlives_a_power_cut(
     assert flushed.index((file.stat().st_ino, file.stat().st_size)) < len(flushed) - 1, "its name comes after it"
 
 
-def test_torchs_random_state_goes_on_with_the_run(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    trainer = make_trainer(student, tmp_path)
+def test_torchs_random_state_goes_on_with_the_run(student_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = student_trainer()
     parts = trainer.model, trainer._optimizer, trainer._strategy
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -319,18 +318,14 @@ def test_torchs_random_state_goes_on_with_the_run(student: Path, make_trainer: M
 
 
 def test_a_step_does_not_change_what_is_being_saved(
-    student: Path,
-    make_trainer: MakeTrainer,
-    batch: Callable[[int], Batch],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    student_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*given: Any) -> None:
         time.sleep(0.5)
         write_checkpoint(*given)
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
-    trainer = make_trainer(student, tmp_path)
+    trainer = student_trainer()
     trainer.train(batch(0))
     expected = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
     trainer.begin_to_save(tmp_path / "saved", lambda seconds, failure: None)

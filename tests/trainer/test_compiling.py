@@ -7,37 +7,27 @@ and test_checkpoint.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import MakeTrainer, MixedBatch
 from torch._dynamo.utils import counters
 from transformers import BertConfig, BertModel
 
 from spot_async.errors import DataError
 from spot_async.trainer.compiling import compile_layers
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision
-
-MakeTrainer = Callable[..., StudentTrainer]
-MixedBatch = Callable[[], list[Supervision]]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_layers_are_compiled_once_for_all_lengths_and_numbers_of_documents(
-    student: Path,
-    make_trainer: MakeTrainer,
-    mixed_batch: MixedBatch,
-    tmp_path: Path,
-    recomputed: bool,
-    capsys: pytest.CaptureFixture[str],
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, recomputed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.compiler.reset()
     counters.clear()
-    trainer = make_trainer(student, tmp_path, compile=True, recompute_layers=recomputed)
+    trainer = student_trainer(compile=True, recompute_layers=recomputed)
     assert "compiled the layers in " in capsys.readouterr().err
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
@@ -82,9 +72,7 @@ class Compiler:
     ids=["wrong", "wrong in bfloat16", "not a number", "no compiler"],
 )  # fmt: skip
 def test_layers_that_cannot_be_compiled_or_are_wrong_then_are_refused_before_training(
-    student: Path,
-    make_trainer: MakeTrainer,
-    tmp_path: Path,
+    student_trainer: MakeTrainer,
     monkeypatch: pytest.MonkeyPatch,
     factor: float | None,
     training: dict[str, Any],
@@ -92,14 +80,14 @@ def test_layers_that_cannot_be_compiled_or_are_wrong_then_are_refused_before_tra
 ) -> None:
     monkeypatch.setattr(torch, "compile", Compiler(factor))
     with pytest.raises(DataError, match=f"^training.compile=true: {reason}"):
-        make_trainer(student, tmp_path, compile=True, **training)
+        student_trainer(compile=True, **training)
 
 
 def test_right_layers_pass_the_trial_and_leave_nothing_behind(
-    student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", Compiler(1.0))
-    trainer = make_trainer(student, tmp_path, compile=True)
+    trainer = student_trainer(compile=True)
     assert all(each.grad is None for each in trainer.model.parameters())
 
 

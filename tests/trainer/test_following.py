@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from makers import MakeModel, MakeSample, MakeSettings
 from safetensors.torch import load_file
 
 from spot_async.config import FollowsConfig
@@ -15,9 +16,8 @@ from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import strategy_of
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
-from spot_async.types import Supervision, WeightVersion
+from spot_async.types import WeightVersion
 
-MakeSettings = Callable[..., TrainerSettings]
 MakeBatch = Callable[[int], Batch]
 AVERAGED = FollowsConfig(decay=0.8)
 LAGGED = FollowsConfig(every=3)
@@ -25,7 +25,7 @@ LIVE = FollowsConfig(every=1)
 
 
 @pytest.fixture
-def batch(supervision: Callable[..., Supervision]) -> MakeBatch:
+def batch(supervision: MakeSample) -> MakeBatch:
     return lambda iteration: Batch(iteration, tuple(supervision(4 * iteration + i, 5 + i) for i in range(4)))
 
 
@@ -72,7 +72,7 @@ def test_an_average_of_ten_steps_is_that_of_float64_and_a_copy_lags(
 
 @pytest.mark.usefixtures("make_trainer")
 def test_a_copy_is_published_in_the_types_of_the_student(
-    random_architecture: Callable[..., Path], trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
+    random_architecture: MakeModel, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
 ) -> None:
     """Of a mixture in bfloat16, whose routers and their biases stay in float32."""
     settings = trainer_settings(random_architecture("ernie4_5_moe"), tmp_path, dtype="bfloat16")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from makers import MakeModel
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaModel, PreTrainedModel
@@ -100,7 +101,7 @@ def values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("student", STUDENTS)
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_loaded_student_is_that_of_from_pretrained_and_a_rank_reads_what_it_holds(
-    random_model: Callable[..., Path], read_bytes: list[int], sharding: str, student: str, lora: bool
+    random_model: MakeModel, read_bytes: list[int], sharding: str, student: str, lora: bool
 ) -> None:
     directory = random_model(**STUDENTS[student])
     new_student(str(directory))
@@ -119,15 +120,13 @@ def test_a_loaded_student_is_that_of_from_pretrained_and_a_rank_reads_what_it_ho
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "lfm2", "falcon_h1"])
-def test_a_student_has_no_memory_until_it_is_spread(random_architecture: Callable[..., Path], name: str) -> None:
+def test_a_student_has_no_memory_until_it_is_spread(random_architecture: MakeModel, name: str) -> None:
     model = new_student(str(random_architecture(name)))
     assert all(each.is_meta for each in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "llama", "qwen3_5", "lfm2", "falcon_h1", "gemma4", "glm4_moe"])
-def test_other_architectures_load_as_transformers_loads_them(
-    random_architecture: Callable[..., Path], name: str
-) -> None:
+def test_other_architectures_load_as_transformers_loads_them(random_architecture: MakeModel, name: str) -> None:
     """The tensors of mixtral's files are not its parameters, layers of three read their modules', one has a buffer."""
     model = loaded(random_architecture(name), "none", lora=False)
     expected = AutoModelForCausalLM.from_pretrained(random_architecture(name), dtype=torch.float32)
@@ -138,7 +137,7 @@ def test_other_architectures_load_as_transformers_loads_them(
 
 
 def test_weights_are_not_called_damaged_before_the_whole_model_was_tried(
-    random_architecture: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    random_architecture: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that reads a layer's weight beside the layer, as none of transformers' does so far."""
     forward = LlamaModel.forward
@@ -156,7 +155,7 @@ def test_weights_are_not_called_damaged_before_the_whole_model_was_tried(
 
 
 def test_bfloat16_files_become_float32_and_frozen_matrices_stay_as_they_are(
-    random_model: Callable[..., Path], tmp_path: Path
+    random_model: MakeModel, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_pretrained(random_model(), dtype=torch.bfloat16).save_pretrained(
         tmp_path, max_shard_size="20KB"
@@ -169,7 +168,7 @@ def test_bfloat16_files_become_float32_and_frozen_matrices_stay_as_they_are(
         assert torch.equal(each.float(), expected[name])
 
 
-def test_numbers_that_are_not_finite_are_named(random_model: Callable[..., Path]) -> None:
+def test_numbers_that_are_not_finite_are_named(random_model: MakeModel) -> None:
     file = random_model() / "model.safetensors"
     own = load_file(file)
     save_file(own | {"model.norm.weight": own["model.norm.weight"] * torch.nan}, file, metadata={"format": "pt"})
@@ -178,9 +177,7 @@ def test_numbers_that_are_not_finite_are_named(random_model: Callable[..., Path]
 
 
 @pytest.mark.parametrize("student", STUDENTS)
-def test_a_token_that_is_also_called_padding_is_trained_as_any_other(
-    random_model: Callable[..., Path], student: str
-) -> None:
+def test_a_token_that_is_also_called_padding_is_trained_as_any_other(random_model: MakeModel, student: str) -> None:
     """As the end token of each turn is, where a model has no padding of its own."""
     directory, ids = random_model(**STUDENTS[student]), torch.tensor([[5, 9, 2, 7, 2]])
     config = json.loads((directory / "config.json").read_text())

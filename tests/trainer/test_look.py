@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from makers import MakeSample, MakeTrainer, MixedBatch
 from transformers import AutoModelForCausalLM
 
 from spot_async.base import wire
@@ -46,16 +46,15 @@ def looked(trainer: StudentTrainer, batch: list[Supervision]) -> list[Live]:
 )
 def test_it_is_what_a_dense_model_says(
     student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
+    student_trainer: MakeTrainer,
+    mixed_batch: MixedBatch,
     monkeypatch: pytest.MonkeyPatch,
     training: dict[str, Any],
     sharding: str,
 ) -> None:
     monkeypatch.setattr(trainer_model, "LOGITS_PER_BLOCK", 350)
     batch = mixed_batch()
-    trainer = make_trainer(student, tmp_path, temperature=TEMPERATURE, sharding=sharding, **training)
+    trainer = student_trainer(temperature=TEMPERATURE, sharding=sharding, **training)
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
     for sample, live in zip(batch, looked(trainer, batch), strict=True):
         with torch.no_grad():
@@ -80,14 +79,9 @@ def same(found: Any, expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.from_numpy(found).double(), expected, rtol=0, atol=2e-5)
 
 
-def test_two_looks_are_equal_and_change_nothing(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-) -> None:
+def test_two_looks_are_equal_and_change_nothing(student_trainer: MakeTrainer, mixed_batch: MixedBatch) -> None:
     batch = mixed_batch()
-    plain, looking = (make_trainer(student, tmp_path / name) for name in ("plain", "looking"))
+    plain, looking = (student_trainer(name) for name in ("plain", "looking"))
     first, second = looked(looking, batch), looked(looking, batch)
     assert wire.encode(first) == wire.encode(second)
     metrics = [each.train(Batch(0, tuple(batch))).metrics for each in (plain, looking)]
@@ -98,15 +92,11 @@ def test_two_looks_are_equal_and_change_nothing(
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_next_batch_takes_log_pi_old_from_a_look_where_it_would_recompute_it(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    normalize: bool,
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, normalize: bool
 ) -> None:
     """Also of tokens that had no policy term when it looked, as `revise` may give them one."""
     training = {"behavior": "recomputed", "mini_batch_size": 2, "normalize_advantages": normalize}
-    trainer = make_trainer(student, tmp_path, **training)
+    trainer = student_trainer(**training)
     drafts = mixed_batch()
     batch = [msgspec.structs.replace(each, policy_mask=None) for number, each in enumerate(drafts) if number != 3]
     asked = Batch(0, tuple(batch))
@@ -131,16 +121,13 @@ def test_the_next_batch_takes_log_pi_old_from_a_look_where_it_would_recompute_it
             torch.testing.assert_close(kept.advantages, found.advantages, rtol=0, atol=2e-5)
     assert not any(have_it(updates()))  # it was of that batch alone
     assert not any(have_it(updates(*drafts[:4])))  # and is of all samples or none
-    served = make_trainer(student, tmp_path / "served", mini_batch_size=2)
+    served = student_trainer("served", mini_batch_size=2)
     trainer = served
     assert not any(have_it(updates(*drafts)))
 
 
 def test_later_updates_make_no_pass_of_their_own_for_what_a_look_found(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch
 ) -> None:
     passes = 0
 
@@ -149,7 +136,7 @@ def test_later_updates_make_no_pass_of_their_own_for_what_a_look_found(
         passes += 1
         return computed(batch)
 
-    trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
+    trainer = student_trainer(behavior="recomputed", mini_batch_size=2)
     computed, trainer.losses.response_logprobs = trainer.losses.response_logprobs, counted
     (share,) = trainer.divide(Batch(0, tuple(mixed_batch()), is_look=True))
     trainer.keep(trainer.losses.look(share.updates[0]))
@@ -168,7 +155,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("has_tail", [True, False])
 def test_a_policys_cells_are_those_of_the_loss_and_other_targets_fit_them(
-    supervision: Callable[..., Supervision], kind: Any, has_tail: bool
+    supervision: MakeSample, kind: Any, has_tail: bool
 ) -> None:
     generator = np.random.default_rng(3)
     logprobs = np.log(generator.dirichlet(np.full(9, 0.4), size=5)).astype(np.float32)

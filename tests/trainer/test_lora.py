@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import DenseLoss, MakeModel, MakeSettings, MakeTrainer, MixedBatch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -31,9 +31,7 @@ from spot_async.trainer.lora import AdaptedLinear, layer_shapes
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import ResumePoint
-from spot_async.types import Supervision
 
-MakeTrainer = Callable[..., StudentTrainer]
 LORA = {"rank": 4, "alpha": 8.0}
 VOCAB = 50
 ALL_LAYERS = 14  # seven in each of two
@@ -90,17 +88,16 @@ class Reference(torch.nn.Module):
 @pytest.mark.usefixtures("moved_adapters")
 def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(
     student: Path,
-    make_trainer: MakeTrainer,
-    mixed_batch: Callable[[], list[Supervision]],
-    dense_loss: Callable[..., torch.Tensor],
-    tmp_path: Path,
+    student_trainer: MakeTrainer,
+    mixed_batch: MixedBatch,
+    dense_loss: DenseLoss,
     lora: dict[str, Any],
     training: dict[str, Any],
     scale: float,
     adapted: int,
 ) -> None:
     choices = {"max_grad_norm": 1e9, "lora": {**LORA, **lora}, **training}
-    trainer = make_trainer(student, tmp_path, **choices)
+    trainer = student_trainer(**choices)
     adapters = {name: whole(each) for name, each in trained(trainer).items()}
     assert len(adapters) == 2 * adapted
     batch = mixed_batch()
@@ -120,10 +117,8 @@ def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(
             assert parameter.grad is None
 
 
-def test_an_adapter_that_is_not_finite_is_not_published(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
-) -> None:
-    trainer = make_trainer(student, tmp_path, lora=LORA)
+def test_an_adapter_that_is_not_finite_is_not_published(student_trainer: MakeTrainer, mixed_batch: MixedBatch) -> None:
+    trainer = student_trainer(lora=LORA)
     first = Path(trainer.train(Batch(0, tuple(mixed_batch()))).snapshot.directory)
     with torch.no_grad():
         next(iter(trained(trainer).values())).fill_(math.nan)
@@ -134,11 +129,7 @@ def test_an_adapter_that_is_not_finite_is_not_published(
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_what_is_published_is_merged_and_has_the_adapter_beside_it(
-    random_model: Callable[..., Path],
-    make_trainer: MakeTrainer,
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    sharding: str,
+    random_model: MakeModel, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
 ) -> None:
     # With 0.3, as elsewhere, rounding the weights to float32 alone makes 3e-6 nats, however they were merged.
     student = random_model(initializer_range=0.1)
@@ -168,15 +159,11 @@ def test_what_is_published_is_merged_and_has_the_adapter_beside_it(
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_most_steps_publish_the_adapter_alone_and_those_of_a_checkpoint_are_made_whole(
-    student: Path,
-    make_trainer: MakeTrainer,
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    sharding: str,
+    student: Path, student_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
 ) -> None:
     choices = {"sharding": sharding, "lora": LORA, "iterations": 6, "learning_rate": 1e-2}
-    whole_ones = make_trainer(student, tmp_path / "whole", **choices, keep_weights=9)
-    trainer = make_trainer(student, tmp_path / "alone", **choices, merged_every=0)
+    whole_ones = student_trainer("whole", **choices, keep_weights=9)
+    trainer = student_trainer("alone", **choices, merged_every=0)
     saved = threading.Semaphore(0)
     for iteration in range(6):
         for each in (whole_ones, trainer):
@@ -198,13 +185,9 @@ def test_most_steps_publish_the_adapter_alone_and_those_of_a_checkpoint_are_made
 
 
 def test_a_full_disk_while_a_step_is_made_whole_leaves_its_adapter(
-    student: Path,
-    make_trainer: MakeTrainer,
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(student, tmp_path, lora=LORA, merged_every=0)
+    trainer = student_trainer(lora=LORA, merged_every=0)
     published = Path(trainer.train(Batch(0, tuple(mixed_batch()))).snapshot.directory)
     before = sorted(each.name for each in published.rglob("*"))
 
@@ -221,10 +204,10 @@ def test_a_full_disk_while_a_step_is_made_whole_leaves_its_adapter(
 
 
 def test_an_adapter_is_written_as_servers_read_it(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+    student: Path, student_trainer: MakeTrainer, mixed_batch: MixedBatch
 ) -> None:
     lora = {**LORA, "alpha": 16.0, "targets": "attention"}
-    report = make_trainer(student, tmp_path, lora=lora, dtype="bfloat16").train(Batch(0, tuple(mixed_batch())))
+    report = student_trainer(lora=lora, dtype="bfloat16").train(Batch(0, tuple(mixed_batch())))
     adapter = Path(report.snapshot.directory) / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 16.0, False)
@@ -239,12 +222,12 @@ def test_an_adapter_is_written_as_servers_read_it(
 
 
 def test_bfloat16_holds_frozen_matrices_in_bfloat16_and_trains_adapters_in_float32(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch
 ) -> None:
     gradients = []
     for name, choices in (("exact", {}), ("none", {"dtype": "bfloat16"}), ("fsdp2", {"dtype": "bfloat16"})):
         sharding = "fsdp2" if name == "fsdp2" else "none"
-        trainer = make_trainer(student, tmp_path / name, lora=LORA, sharding=sharding, **choices)
+        trainer = student_trainer(name, lora=LORA, sharding=sharding, **choices)
         trainer.train(Batch(0, tuple(mixed_batch())))
         gradients.append(torch.cat([whole(each.grad).flatten() for each in trained(trainer).values()]))
         assert {each.dtype for each in trained(trainer).values()} == {torch.float32}
@@ -255,14 +238,14 @@ def test_bfloat16_holds_frozen_matrices_in_bfloat16_and_trains_adapters_in_float
 
 
 def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+    student: Path, student_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
 ) -> None:
     def train(trainer: StudentTrainer, until: int) -> None:
         for iteration in range(trainer.step, until):
             trainer.train(Batch(iteration, tuple(mixed_batch())))
 
     choices = {"lora": LORA, "mini_batch_size": 2, "iterations": 4}
-    straight = make_trainer(student, tmp_path / "straight", **choices)
+    straight = student_trainer("straight", **choices)
     train(straight, 2)
     straight.begin_to_save(tmp_path / "tensors", lambda seconds, failure: None)
     straight._saver.wait()
@@ -271,20 +254,20 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
     assert len(others) == 2 + torch.cuda.is_available()  # the step and the random states
     numbers = sum(each.numel() for each in trained(straight).values())
     assert Parameters.of(student, LoraConfig(**LORA)).checkpoint_bytes() == 12 * numbers
-    resumed = make_trainer(student, tmp_path / "resumed", **choices)
+    resumed = student_trainer("resumed", **choices)
     load_checkpoint(tmp_path / "tensors", 2, resumed.model, resumed._optimizer, resumed._strategy)
     resumed.step = 2
     for trainer in (straight, resumed):
         train(trainer, 4)
     for name, parameter in straight.model.named_parameters():
         assert torch.equal(parameter, resumed.model.get_parameter(name)), name
-    plain = make_trainer(student, tmp_path / "plain", iterations=4)
+    plain = student_trainer("plain", iterations=4)
     with pytest.raises(TrainerError, match=r"cannot load checkpoint .*: tensor parameter\.model\S+ is missing"):
         load_checkpoint(tmp_path / "tensors", 2, plain.model, plain._optimizer, plain._strategy)
 
 
 def test_a_student_without_the_layers_names_those_that_it_has(
-    random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+    random_architecture: MakeModel, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     for targets in ("mlp", "all"):
         with pytest.raises(ConfigError) as failure:
@@ -297,7 +280,7 @@ def test_a_student_without_the_layers_names_those_that_it_has(
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral", "mixtral", "qwen3_moe"])
 def test_files_and_trainer_agree_on_the_layers_that_get_an_adapter(
-    name: str, random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+    name: str, random_architecture: MakeModel, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     directory = random_architecture(name)
     targets = "attention" if name in ("mixtral", "qwen3_moe") else "all"
@@ -360,10 +343,7 @@ for number, (ranks, run) in enumerate(each.split(":") for each in runs):
 
 @pytest.mark.long
 def test_ranks_sharding_and_packing_change_no_adapter_and_a_checkpoint_of_any_goes_on(
-    student: Path,
-    trainer_settings: Callable[..., Any],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
+    student: Path, trainer_settings: MakeSettings, mixed_batch: MixedBatch, tmp_path: Path
 ) -> None:
     """On 4 ranks some have no branch positions, and a rank has no part of some adapters."""
     for iteration in range(3):

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 from event_files import records
+from makers import MakeModel, MakeSample, MakeSettings, MakeTrainer
 from metrics_page import of_area, scrape
 from rich.console import Console
 from run_files import make_run
@@ -39,11 +40,7 @@ from spot_async.trainer import metrics
 from spot_async.trainer.messages import Batch, Trained, UpdateShare
 from spot_async.trainer.metrics import Meters
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision
 
-MakeTrainer = Callable[..., StudentTrainer]
-MakeSample = Callable[..., Supervision]
 GIB = 1 << 30
 H100 = "NVIDIA H100 80GB HBM3"
 PERFORMANCE = of_area("perf")
@@ -120,14 +117,9 @@ def of_gpu(trainer: StudentTrainer, model: Path, **training: Any) -> StudentTrai
     ids=str,
 )
 def test_the_count_is_that_of_the_products_that_the_trainer_makes(
-    student: Path,
-    make_trainer: MakeTrainer,
-    supervision: MakeSample,
-    tmp_path: Path,
-    training: dict[str, Any],
-    looks: bool,
+    student: Path, student_trainer: MakeTrainer, supervision: MakeSample, training: dict[str, Any], looks: bool
 ) -> None:
-    trainer = make_trainer(student, tmp_path, packing=False, mini_batch_size=1, **training)
+    trainer = student_trainer(packing=False, mini_batch_size=1, **training)
     trainer.model.set_attn_implementation("eager")  # whose products torch's counter knows
     sample, as_long = supervision(1, 12), supervision(6, 12)
     if looks:
@@ -156,13 +148,11 @@ def test_the_count_is_that_of_the_products_that_the_trainer_makes(
     assert counted == pytest.approx(expected)
 
 
-def test_padding_and_layers_computed_again_do_not_count(
-    student: Path, make_trainer: MakeTrainer, supervision: MakeSample, tmp_path: Path
-) -> None:
+def test_padding_and_layers_computed_again_do_not_count(student_trainer: MakeTrainer, supervision: MakeSample) -> None:
     batch = Batch(0, tuple(supervision(i, tokens) for i, tokens in enumerate((4, 30))))
 
     def operations(name: str, **training: Any) -> float:
-        report = make_trainer(student, tmp_path / name, micro_batch_tokens=200, **training).train(batch)
+        report = student_trainer(name, micro_batch_tokens=200, **training).train(batch)
         return report.performance["tflops_per_rank"] * report.metrics["train_s"]
 
     plain = operations("plain")
@@ -207,7 +197,7 @@ def test_attention_is_counted_for_the_tokens_in_each_layers_window(
 
 def test_figures_are_of_all_ranks_over_the_time_that_the_trainer_is_busy(
     student: Path,
-    trainer_settings: Callable[..., TrainerSettings],
+    trainer_settings: MakeSettings,
     supervision: MakeSample,
     card: Callable[..., StandInCard],
     tmp_path: Path,
@@ -245,7 +235,7 @@ def test_figures_are_of_all_ranks_over_the_time_that_the_trainer_is_busy(
     ],
 )
 def test_what_nobody_knows_of_a_card_or_an_architecture_is_left_out(
-    random_architecture: Callable[..., Path],
+    random_architecture: MakeModel,
     make_trainer: MakeTrainer,
     supervision: MakeSample,
     card: Callable[..., StandInCard],
@@ -262,10 +252,8 @@ def test_what_nobody_knows_of_a_card_or_an_architecture_is_left_out(
     assert report.performance.keys() == PERFORMANCE - absent
 
 
-def test_a_rank_on_the_cpu_has_a_speed_and_no_device(
-    student: Path, make_trainer: MakeTrainer, supervision: MakeSample, tmp_path: Path
-) -> None:
-    trainer = make_trainer(student, tmp_path)
+def test_a_rank_on_the_cpu_has_a_speed_and_no_device(student_trainer: MakeTrainer, supervision: MakeSample) -> None:
+    trainer = student_trainer()
     sample = supervision(1, 6)
     report = trainer.train(Batch(0, (sample,)))
     assert report.performance.keys() == {"tokens_per_s_per_rank", "tflops_per_rank"}
@@ -275,12 +263,16 @@ def test_a_rank_on_the_cpu_has_a_speed_and_no_device(
 
 
 def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
-    student: Path, make_trainer: MakeTrainer, supervision: MakeSample, card: Callable[..., StandInCard], tmp_path: Path
+    student: Path,
+    student_trainer: MakeTrainer,
+    supervision: MakeSample,
+    card: Callable[..., StandInCard],
+    tmp_path: Path,
 ) -> None:
     from tensorboardX.proto.event_pb2 import Event
 
     card()
-    trainer = of_gpu(make_trainer(student, tmp_path / "trainer"), student)
+    trainer = of_gpu(student_trainer("trainer"), student)
     report = trainer.train(Batch(0, (supervision(1, 6),)))
     arrived = wire.decode(wire.encode(Trained(0, report)), Trained)
     assert isinstance(arrived, Trained)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from makers import MakeModel, MakeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spot_async.policies.eopd import EopdPolicy
@@ -26,7 +27,6 @@ from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import generation, whole_scores
 from spot_async.testing.simulation import ScriptedStages
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import (
     Generation,
     Judgement,
@@ -46,7 +46,7 @@ TAU_NATS = 2.9  # of these random teachers' entropies some are above, some below
 
 
 @pytest.fixture(scope="module")
-def folders(random_model: Callable[..., Path]) -> tuple[Path, Path]:
+def folders(random_model: MakeModel) -> tuple[Path, Path]:
     """Student and teacher."""
     choices = {"vocab_size": VOCAB, "special_tokens": SPECIAL, "initializer_range": 0.2}
     return random_model(seed=0, **choices), random_model(seed=1, hidden_size=48, **choices)
@@ -206,11 +206,7 @@ LONG = [
     ],
 )
 async def test_first_loss_and_gradient_of_each_method_equal_a_dense_reference(
-    folders: tuple[Path, Path],
-    make_trainer: Callable[..., StudentTrainer],
-    tmp_path: Path,
-    kind: str,
-    aggregation: str,
+    folders: tuple[Path, Path], make_trainer: MakeTrainer, tmp_path: Path, kind: str, aggregation: str
 ) -> None:
     student, teacher = map(load, folders)
     tokenizer = AutoTokenizer.from_pretrained(folders[0])

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import MakeSettings, MakeTrainer, MixedBatch
 from safetensors.torch import load_file
 
 from spot_async.base import wire
@@ -23,8 +23,7 @@ from spot_async.config import TrainingConfig
 from spot_async.trainer.checkpoint import CheckpointSaver, load_checkpoint
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import ResumePoint, TrainerSettings
-from spot_async.types import Supervision
+from spot_async.trainer.settings import ResumePoint
 
 STEPS, SAVED_AT = 4, 2
 CHOICES: dict[str, Any] = {"iterations": STEPS, "mini_batch_size": 4, "learning_rate": 1e-3, "weight_decay": 0.1}
@@ -72,7 +71,7 @@ def save(trainer: StudentTrainer, directory: Path) -> None:
 
 
 @pytest.fixture
-def batches(mixed_batch: Callable[[], list[Supervision]]) -> list[Batch]:
+def batches(mixed_batch: MixedBatch) -> list[Batch]:
     return [Batch(iteration, tuple(mixed_batch())) for iteration in range(STEPS)]
 
 
@@ -82,8 +81,7 @@ def batches(mixed_batch: Callable[[], list[Supervision]]) -> list[Batch]:
     [pytest.param(*each, marks=[pytest.mark.long] * (each == ("fsdp2", "optimizer"))) for each in OFFLOADS],
 )
 def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
+    student_trainer: MakeTrainer,
     batches: list[Batch],
     tmp_path: Path,
     sharding: str,
@@ -91,7 +89,7 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
     lora: dict[str, Any] | None,
 ) -> None:
     def run(name: str, kind: str) -> StudentTrainer:
-        return make_trainer(student, tmp_path / name, sharding=sharding, offload=kind, lora=lora, **CHOICES)
+        return student_trainer(name, sharding=sharding, offload=kind, lora=lora, **CHOICES)
 
     metrics: dict[str, list[dict[str, float]]] = {}
     for kind in ("none", offload):
@@ -120,7 +118,7 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
-    student: Path, trainer_settings: Callable[..., TrainerSettings], batches: list[Batch], tmp_path: Path, ranks: int
+    student: Path, trainer_settings: MakeSettings, batches: list[Batch], tmp_path: Path, ranks: int
 ) -> None:
     for batch in batches:
         (tmp_path / f"batch-{batch.iteration}").write_bytes(wire.encode(batch))
@@ -154,11 +152,9 @@ def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_oth
         assert published(tmp_path / name, STEPS) == published(tmp_path / plain, STEPS), name
 
 
-def test_a_step_does_not_change_moments_that_are_being_saved(
-    student: Path, make_trainer: Callable[..., StudentTrainer], tmp_path: Path
-) -> None:
+def test_a_step_does_not_change_moments_that_are_being_saved(student_trainer: MakeTrainer) -> None:
     """On a GPU only offloaded state is read while it is saved, and a step has to wait for that."""
-    trainer = make_trainer(student, tmp_path)
+    trainer = student_trainer()
     gpu = torch.device("cuda")
     for is_offloaded in (False, True):
         saver = CheckpointSaver(trainer._strategy, gpu, is_offloaded=is_offloaded)

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import DenseLoss, MakeSettings, MakeTrainer, MixedBatch
 from transformers import AutoModelForCausalLM
 
 from spot_async.base.seeds import derive_seed
 from spot_async.trainer.batching import mini_batches
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import local
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision
 
 RATE, DECAY, NORM = 3e-4, 1.0, 12.0
 
 
 def test_iterations_are_clipped_adamw_steps_over_their_mini_batches_at_the_scheduled_rate(
     student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    dense_loss: Callable[..., torch.Tensor],
-    trainer_settings: Callable[..., Any],
+    student_trainer: MakeTrainer,
+    mixed_batch: MixedBatch,
+    dense_loss: DenseLoss,
+    trainer_settings: MakeSettings,
     tmp_path: Path,
 ) -> None:
     choices = {"iterations": 4, "warmup_iterations": 1, "mini_batch_size": 2}
     choices |= {"learning_rate": RATE, "weight_decay": DECAY, "max_grad_norm": NORM}
-    trainer = make_trainer(student, tmp_path, **choices)
+    trainer = student_trainer(**choices)
     training = trainer_settings(student, tmp_path, **choices).training
 
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
@@ -60,13 +58,9 @@ def test_iterations_are_clipped_adamw_steps_over_their_mini_batches_at_the_sched
     ids=["replicated", "sharded", "offloaded", "adapters"],
 )
 def test_moments_are_there_before_the_first_pass_and_no_gradient_is_left_beside_a_server(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
-    training: dict[str, Any],
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, training: dict[str, Any]
 ) -> None:
-    trainer = make_trainer(student, tmp_path, **training)
+    trainer = student_trainer(**training)
     trainer._settings = trainer._settings.model_copy(update={"shares_devices": True})
     trained = [each for each in trainer.model.parameters() if each.requires_grad]
 
@@ -81,15 +75,12 @@ def test_moments_are_there_before_the_first_pass_and_no_gradient_is_left_beside_
 
 
 def test_mini_batches_are_drawn_anew_for_every_iteration_and_run_seed(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch
 ) -> None:
     """Told by the mean gradient norm of an iteration's updates, with steps too small to move a weight."""
 
     def norms(name: str, seed: int) -> list[float]:
-        trainer = make_trainer(student, tmp_path / name, seed=seed, mini_batch_size=2, learning_rate=1e-15)
+        trainer = student_trainer(name, seed=seed, mini_batch_size=2, learning_rate=1e-15)
         return [trainer.train(Batch(i, tuple(mixed_batch()))).metrics["grad_norm"] for i in range(2)]
 
     first = norms("first", seed=0)

@@ -9,22 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from makers import MakeModel, MakeTrainer, MixedBatch
 from transformers import AutoModelForCausalLM
 
 from spot_async.errors import DataError
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.packing import Documents, attend_per_document, first_layers
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision
 
-MakeTrainer = Callable[..., StudentTrainer]
 LENGTHS = (20, 1, 33, 7)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "gpt2", "mixtral"])
-def test_packed_documents_are_computed_as_if_each_were_alone(
-    random_architecture: Callable[..., Path], name: str
-) -> None:
+def test_packed_documents_are_computed_as_if_each_were_alone(random_architecture: MakeModel, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_architecture(name)).eval()
     documents = torch.randint(61, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0)).split(LENGTHS, dim=1)
     config = model.config.to_json_string()
@@ -100,7 +96,7 @@ def test_a_student_that_cannot_be_packed_says_why_and_stays_as_it_was(kind: str)
 
 @pytest.mark.parametrize("unread", ["position_ids", "documents"])
 def test_a_student_that_does_not_read_what_it_is_given_is_found_by_trying(
-    random_architecture: Callable[..., Path], unread: str
+    random_architecture: MakeModel, unread: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_architecture("gpt2")).eval()
     forward = model.base_model.forward
@@ -109,9 +105,7 @@ def test_a_student_that_does_not_read_what_it_is_given_is_found_by_trying(
         attend_per_document(model)
 
 
-def test_a_student_whose_packed_rows_are_one_in_a_hundred_off_is_not_packed(
-    random_architecture: Callable[..., Path],
-) -> None:
+def test_a_student_whose_packed_rows_are_one_in_a_hundred_off_is_not_packed(random_architecture: MakeModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_architecture("gpt2")).eval()
     attend, off = model.base_model.forward, 1.01
 
@@ -128,9 +122,9 @@ def test_a_student_whose_packed_rows_are_one_in_a_hundred_off_is_not_packed(
 
 
 def test_a_student_that_cannot_be_packed_is_padded_unless_packing_is_demanded(
-    random_architecture: Callable[..., Path],
+    random_architecture: MakeModel,
     make_trainer: MakeTrainer,
-    mixed_batch: Callable[[], list[Supervision]],
+    mixed_batch: MixedBatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 import spoiled_gradient
 import torch
 import torch.distributed as dist
+from makers import MakeSample, MakeSettings, MakeTargets, MakeTrainer
 from safetensors.torch import load_file
 from spoiled_gradient import SPOILS, spoiled_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,18 +35,15 @@ from spot_async.trainer.groups import Ranks
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Divergence, Live, SoftTargets, Supervision, WeightVersion
+from spot_async.types import Divergence, Live, Supervision, WeightVersion
 
-MakeSettings = Callable[..., TrainerSettings]
 UnequalBatch = Callable[[int], list[Supervision]]
 SHORT = {"iterations": 4, "batch_size": 6, "mini_batch_size": 2}
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture
-def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., SoftTargets]) -> UnequalBatch:
+def unequal_batch(supervision: MakeSample, soft_targets: MakeTargets) -> UnequalBatch:
     """Seven prompts, so that two ranks and mini-batches of two leave one rank without a sample.
 
     Only one trajectory has soft targets, so that its update has a rank with none, which sums no tails.
@@ -160,7 +158,7 @@ except TrainerError as error:  # of the last one
 @pytest.mark.long
 def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_sharded(
     student: Path,
-    make_trainer: Callable[..., StudentTrainer],
+    student_trainer: MakeTrainer,
     trainer_settings: MakeSettings,
     unequal_batch: UnequalBatch,
     tmp_path: Path,
@@ -197,7 +195,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
     for name, (samples, training) in cases.items():
-        alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none", "compile": False})
+        alone = student_trainer(f"{name} alone", **{**training, "sharding": "none", "compile": False})
         if name == fails:
             with pytest.raises(TrainerError, match="gradient in sample 'problem-4'") as caught:
                 alone.train(Batch(0, samples))
@@ -228,7 +226,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
 @needs_proc
 async def test_sharded_ranks_take_log_pi_old_from_a_look_though_samples_move_between_them(
     student: Path,
-    make_trainer: Callable[..., StudentTrainer],
+    student_trainer: MakeTrainer,
     trainer_settings: MakeSettings,
     unequal_batch: UnequalBatch,
     tmp_path: Path,
@@ -251,7 +249,7 @@ async def test_sharded_ranks_take_log_pi_old_from_a_look_though_samples_move_bet
         name: each for name, each in metrics.items() if not name.endswith("_s")
     }
     assert all(torch.equal(same[name], each) for name, each in weights.items())
-    alone = make_trainer(student, tmp_path / "alone", **choices)
+    alone = student_trainer("alone", **choices)
     expected = alone.train(Batch(0, tuple(batch)))  # which recomputes it
     for name in ("loss", "grad_norm", "behavior_kl", "mismatch_mean"):
         assert metrics[name] == pytest.approx(expected.metrics[name], rel=2e-5, abs=1e-7), name
@@ -263,7 +261,7 @@ async def test_sharded_ranks_take_log_pi_old_from_a_look_though_samples_move_bet
 @needs_proc
 async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
     student: Path,
-    make_trainer: Callable[..., StudentTrainer],
+    student_trainer: MakeTrainer,
     trainer_settings: MakeSettings,
     unequal_batch: UnequalBatch,
     tmp_path: Path,
@@ -280,7 +278,7 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
             await trainer.train(5, unequal_batch(2))
     wait_until_gone(pids)
 
-    alone = make_trainer(student, tmp_path / "one", **SHORT)
+    alone = student_trainer("one", **SHORT)
     for iteration, two in enumerate(reports):
         if iteration == 1:  # they look at a batch as one rank does
             (share,) = alone.divide(Batch(1, tuple(unequal_batch(1)), is_look=True))
@@ -482,10 +480,7 @@ socket.recv()
 
 @pytest.mark.long
 async def test_a_batch_is_sent_once_however_slow_the_trainer_late_answers_are_dropped_and_silence_times_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trainer_settings: MakeSettings,
-    supervision: Callable[..., Supervision],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer_settings: MakeSettings, supervision: MakeSample
 ) -> None:
     async def start_slow_rank(name: str, argv: Sequence[str], *, log_path: Path, **given: Any) -> ChildProcess:
         return await start(name, [sys.executable, "-c", SLOW_RANK, argv[-1], str(slow_ms)], log_path=log_path)

@@ -9,31 +9,25 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from makers import MakeModel, MakeSample, MakeSettings, MakeTrainer
 from transformers import AutoModelForCausalLM
 
 from spot_async.errors import TrainerError
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision
 
 LONGEST_S = 20.0
 
 
 @pytest.fixture
-def batch(supervision: Callable[..., Supervision]) -> Callable[[int], Batch]:
+def batch(supervision: MakeSample) -> Callable[[int], Batch]:
     return lambda iteration: Batch(iteration, tuple(supervision(8 * iteration + i, 5 + i) for i in range(8)))
 
 
 def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
-    make_trainer: Callable[..., StudentTrainer],
-    student: Path,
-    tmp_path: Path,
-    batch: Callable[[int], Batch],
-    monkeypatch: pytest.MonkeyPatch,
+    student_trainer: MakeTrainer, batch: Callable[[int], Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(student, tmp_path, publishes_beside=True)
+    trainer = student_trainer(publishes_beside=True)
     happened: list[str] = []
     may_write = threading.Event()
     publish, step, clip = trainer._publisher.publish, trainer._optimizer.step, trainer._strategy.clip_grad_norm
@@ -63,13 +57,13 @@ def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
 
 
 def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
-    make_trainer: Callable[..., StudentTrainer],
+    student_trainer: MakeTrainer,
     student: Path,
     tmp_path: Path,
     batch: Callable[[int], Batch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer = make_trainer(student, tmp_path, publishes_beside=True, merged_every=0, lora={"rank": 2, "alpha": 4})
+    trainer = student_trainer(publishes_beside=True, merged_every=0, lora={"rank": 2, "alpha": 4})
     publish = trainer._publisher.publish
     may_write = threading.Event()
 
@@ -90,14 +84,14 @@ def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
 
 
 def test_names_beside_published_weights_that_are_not_the_run_s_are_left_alone(
-    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path, batch: Callable[[int], Batch]
+    student_trainer: MakeTrainer, tmp_path: Path, batch: Callable[[int], Batch]
 ) -> None:
     weights = tmp_path / "weights"
     others = ["step-000001-good", "step-1", ".step-good", "step-000001 (1)"]
     for name in (*others, ".step-000001"):  # the last one is half written, by a process that was killed
         (weights / name).mkdir(parents=True)
     (weights / "step-000000").symlink_to("nowhere")
-    trainer = make_trainer(student, tmp_path, keep_weights=2)
+    trainer = student_trainer(keep_weights=2)
     for iteration in range(4):
         trainer.train(batch(iteration))
     left = sorted(each.name for each in weights.iterdir())
@@ -105,16 +99,12 @@ def test_names_beside_published_weights_that_are_not_the_run_s_are_left_alone(
 
 
 def test_a_failed_write_stops_the_next_step(
-    make_trainer: Callable[..., StudentTrainer],
-    student: Path,
-    tmp_path: Path,
-    batch: Callable[[int], Batch],
-    monkeypatch: pytest.MonkeyPatch,
+    student_trainer: MakeTrainer, batch: Callable[[int], Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: object, **choices: object) -> None:
         raise TrainerError("cannot publish weights: No space left on device")
 
-    trainer = make_trainer(student, tmp_path, publishes_beside=True)
+    trainer = student_trainer(publishes_beside=True)
     monkeypatch.setattr(trainer._publisher, "publish", full)
     monkeypatch.setattr(trainer._optimizer, "step", steps := Mock(wraps=trainer._optimizer.step))
     trainer.train(batch(0))
@@ -126,10 +116,7 @@ def test_a_failed_write_stops_the_next_step(
 
 @pytest.mark.long
 async def test_weights_written_beside_the_next_step_are_those_written_before_it(
-    student: Path,
-    tmp_path: Path,
-    trainer_settings: Callable[..., TrainerSettings],
-    batch: Callable[[int], Batch],
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, batch: Callable[[int], Batch]
 ) -> None:
     files = []
     for is_beside in (False, True):
@@ -145,8 +132,8 @@ async def test_weights_written_beside_the_next_step_are_those_written_before_it(
 
 @pytest.mark.parametrize("odd", [{"temperature": 0.6}, {"do_sample": False, "top_k": 20}, {"pad_token_id": -1}])
 def test_settings_that_transformers_reads_and_does_not_write_are_published_as_given(
-    make_trainer: Callable[..., StudentTrainer],
-    random_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    random_model: MakeModel,
     tmp_path: Path,
     batch: Callable[[int], Batch],
     odd: dict[str, object],
@@ -159,21 +146,21 @@ def test_settings_that_transformers_reads_and_does_not_write_are_published_as_gi
 
 
 def test_what_cannot_be_published_is_found_out_before_anything_is_trained(
-    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object, **choices: object) -> None:
         raise ValueError("The settings are invalid.\n\nThrown during validation:\n[pad_token_id is -1]")
 
     monkeypatch.setattr("spot_async.trainer.publishing.publish_small_files", refuse)
     with pytest.raises(TrainerError, match=r"invalid\. Thrown during validation: \[pad_token_id is -1\]; none were"):
-        make_trainer(student, tmp_path)
+        student_trainer()
     assert not list((tmp_path / "weights").iterdir()), "nothing is left"
 
 
 def test_a_place_that_others_can_write_is_found_out_before_anything_is_trained(
-    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path
+    student_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights").chmod(0o777)
     with pytest.raises(TrainerError, match=r"cannot publish weights to .*/weights can be written by everybody"):
-        make_trainer(student, tmp_path)
+        student_trainer()

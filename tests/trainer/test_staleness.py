@@ -6,7 +6,7 @@ shares no code with the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from dense_rows import dense_row_loss
+from makers import MakeModel, MakeSample, MakeTrainer
 from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 30
@@ -26,11 +26,9 @@ LIVE, OLDEST = 5, 3  # steps of the weights in training and of the oldest that s
 CAP = 2.0
 OFF_NATS = 0.05  # by which the server's log-probabilities differ from the exact ones
 
-MakeTrainer = Callable[..., StudentTrainer]
-
 
 @pytest.fixture(scope="module")
-def weights(random_model: Callable[..., Path]) -> dict[int, Path]:
+def weights(random_model: MakeModel) -> dict[int, Path]:
     """The student's directory at each step: three random models."""
     return {
         step: random_model(vocab_size=VOCAB, tie_word_embeddings=False, initializer_range=0.2, seed=step)
@@ -179,7 +177,7 @@ def test_lag_is_counted_per_token_and_parts_staleness_from_the_servers_mismatch(
 
 
 def test_without_spans_all_tokens_are_of_the_version_and_without_a_version_of_no_student(
-    weights: dict[int, Path], make_trainer: MakeTrainer, supervision: Callable[..., Supervision], tmp_path: Path
+    weights: dict[int, Path], make_trainer: MakeTrainer, supervision: MakeSample, tmp_path: Path
 ) -> None:
     """A policy of a user's own may give `version` only."""
     given = [msgspec.structs.replace(supervision(n, 4 + n), prompt_ids=np.ones(2, np.int32)) for n in range(3)]

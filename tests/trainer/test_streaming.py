@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import MakeModel, MakeTrainer
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,6 @@ from spot_async.errors import TrainerError
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.streaming import WeightStream
 
-MakeTrainer = Callable[..., StudentTrainer]
 FILE_SIZE = 20_000  # bytes: the student takes several files
 
 
@@ -38,7 +37,7 @@ def published(trainer: StudentTrainer, step: int) -> Path:
     ids=["replicated", "sharded, untied", "sharded, bfloat16"],
 )
 def test_files_are_byte_for_byte_those_of_save_pretrained(
-    random_model: Callable[..., Path],
+    random_model: MakeModel,
     make_trainer: MakeTrainer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -58,7 +57,7 @@ def test_files_are_byte_for_byte_those_of_save_pretrained(
 
 
 def test_a_model_that_transformers_converts_is_published_as_it_was(
-    random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+    random_architecture: MakeModel, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     directory = random_architecture("mixtral")
     weights = published(make_trainer(directory, tmp_path), 1)
@@ -79,7 +78,7 @@ KEPT = {  # what has its own type in published files of bfloat16
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_the_files_keep_in_float32_is_published_bit_for_bit(
-    random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path, name: str, lora: bool
+    random_architecture: MakeModel, make_trainer: MakeTrainer, tmp_path: Path, name: str, lora: bool
 ) -> None:
     directory = shutil.copytree(random_architecture(name), tmp_path / "given")
     given = load_file(directory / "model.safetensors")
@@ -94,7 +93,7 @@ def test_what_the_files_keep_in_float32_is_published_bit_for_bit(
         assert torch.equal(found[key], each), key
 
 
-def test_a_rank_that_writes_nothing_copies_nothing(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_rank_that_writes_nothing_copies_nothing(student: Path, student_trainer: MakeTrainer) -> None:
     """Told on the meta device, from which nothing can be copied, and by what is done with weights there."""
     done: list[str] = []
 
@@ -103,7 +102,7 @@ def test_a_rank_that_writes_nothing_copies_nothing(student: Path, make_trainer: 
             done.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    trainer = make_trainer(student, tmp_path, dtype="bfloat16")
+    trainer = student_trainer(dtype="bfloat16")
     trainer.model.to("meta")
     trainer._publisher.writes = False
     with Noted():
@@ -127,7 +126,7 @@ def test_weights_written_in_pieces_are_those_written_at_once(
 
 @pytest.mark.parametrize("training", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
 def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_gathers_on(
-    student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: dict[str, Any]
+    student_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, training: dict[str, Any]
 ) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     gathered = 0
@@ -143,7 +142,7 @@ def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_ga
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(streaming, "whole", whole)
-    trainer = make_trainer(student, tmp_path, sharding="fsdp2", **training)
+    trainer = student_trainer(sharding="fsdp2", **training)
     weights = len(load_file(published(trainer, 1) / "model.safetensors"))
     assert gathered == weights
     monkeypatch.setattr(WeightStream, "_write_file", is_full)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from dense_rows import dense_row_loss
 from hypothesis import given
 from hypothesis import strategies as st
+from makers import DenseLoss, MakeSample, MakeTrainer
 from transformers import AutoModelForCausalLM
 
 import spot_async.trainer.model
@@ -70,10 +70,9 @@ def with_baseline(targets: SoftTargets, alpha: float) -> SoftTargets:
 @pytest.mark.parametrize("rows_per_block", [3, 1000])
 def test_value_and_gradient_are_those_of_dense_softmaxes_whatever_the_kind_and_support(
     student: Path,
-    make_trainer: Callable[..., Any],
-    supervision: Callable[..., Supervision],
-    dense_loss: Callable[..., torch.Tensor],
-    tmp_path: Path,
+    student_trainer: MakeTrainer,
+    supervision: MakeSample,
+    dense_loss: DenseLoss,
     monkeypatch: pytest.MonkeyPatch,
     packing: bool,
     rows_per_block: int,
@@ -100,7 +99,7 @@ def test_value_and_gradient_are_those_of_dense_softmaxes_whatever_the_kind_and_s
             clip=(-0.5, np.inf),
         )
         batch.append(msgspec.structs.replace(sample, pulls=(*sample.pulls, second)[: ordinal % 3]))
-    trainer = make_trainer(student, tmp_path, packing=packing, batch_size=16, mini_batch_size=16, max_grad_norm=1e9)
+    trainer = student_trainer(packing=packing, batch_size=16, mini_batch_size=16, max_grad_norm=1e9)
     metrics = trainer.train(Batch(0, tuple(batch))).metrics
     reference = AutoModelForCausalLM.from_pretrained(student).double().eval()
     loss = dense_loss(reference, batch, trainer._training, 1.0)
@@ -300,12 +299,10 @@ def test_a_pull_leaves_out_the_tokens_that_the_teacher_was_not_asked_about() -> 
 
 
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_iteration_after_recomputation(
-    student: Path, make_trainer: Callable[..., Any], supervision: Any, tmp_path: Path
+    student_trainer: MakeTrainer, supervision: MakeSample
 ) -> None:
     batch = tuple(supervision(i, 5 + i, policy_mask=np.arange(5 + i) % 4 > 0) for i in range(6))
-    trainer = make_trainer(
-        student, tmp_path, behavior="recomputed", normalize_advantages=True, batch_size=6, mini_batch_size=3
-    )
+    trainer = student_trainer(behavior="recomputed", normalize_advantages=True, batch_size=6, mini_batch_size=3)
     kept: list[MicroBatch] = []
     normalized = trainer.losses.normalized
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from makers import DenseLoss, MakeModel, MakeSample, MakeTargets, MakeTrainer, MixedBatch
 from metrics_page import of_area
 from spoiled_gradient import SPOILS, spoiled_loss
 from torch.distributed.tensor import DTensor
@@ -24,10 +24,8 @@ from spot_async.models.responses import counted_tokens
 from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
+from spot_async.types import Pull, SoftTargets, WeightVersion
 
-MakeTrainer = Callable[..., StudentTrainer]
-MixedBatch = Callable[[], list[Supervision]]
 VOCAB = 50
 METRICS = of_area("train") - {"loss_entropy"}  # which is of an entropy bonus alone
 
@@ -85,10 +83,9 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
 )
 def test_loss_and_gradients_equal_a_dense_float64_reference(
     student: Path,
-    make_trainer: MakeTrainer,
+    student_trainer: MakeTrainer,
     mixed_batch: MixedBatch,
-    dense_loss: Callable[..., torch.Tensor],
-    tmp_path: Path,
+    dense_loss: DenseLoss,
     monkeypatch: pytest.MonkeyPatch,
     training: dict[str, Any],
     temperature: float,
@@ -102,7 +99,7 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(
     expected_loss.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    trainer = make_trainer(student, tmp_path, temperature=temperature, max_grad_norm=1e9, **training)
+    trainer = student_trainer(temperature=temperature, max_grad_norm=1e9, **training)
     metrics = trainer.train(Batch(0, tuple(batch))).metrics
 
     assert metrics["loss"] == pytest.approx(expected_loss.item(), rel=1e-5)
@@ -123,10 +120,10 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(
     ],
 )
 def test_students_with_recurrent_or_convolutional_layers_train_as_a_dense_reference_says(
-    random_architecture: Callable[..., Path],
+    random_architecture: MakeModel,
     make_trainer: MakeTrainer,
-    supervision: Callable[..., Supervision],
-    dense_loss: Callable[..., torch.Tensor],
+    supervision: MakeSample,
+    dense_loss: DenseLoss,
     tmp_path: Path,
     name: str,
     sharding: str,
@@ -149,15 +146,9 @@ def test_students_with_recurrent_or_convolutional_layers_train_as_a_dense_refere
 @pytest.mark.parametrize(("recomputed", "expected"), [(True, [0, 1, 1, 0]), (1, [0, 1, 0])])
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_recomputed_layers_run_once_more_in_the_backward_pass(
-    student: Path,
-    make_trainer: MakeTrainer,
-    mixed_batch: MixedBatch,
-    tmp_path: Path,
-    sharding: str,
-    recomputed: bool | int,
-    expected: list[int],
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, sharding: str, recomputed: bool | int, expected: list[int]
 ) -> None:
-    trainer = make_trainer(student, tmp_path, sharding=sharding, recompute_layers=recomputed)
+    trainer = student_trainer(sharding=sharding, recompute_layers=recomputed)
     layers = trainer.model.base_model.layers
     runs: list[int] = []
     for number, layer in enumerate(layers):
@@ -167,15 +158,11 @@ def test_recomputed_layers_run_once_more_in_the_backward_pass(
 
 
 def test_no_soft_targets_and_empty_soft_targets_train_bit_for_bit_alike(
-    student: Path,
-    make_trainer: MakeTrainer,
-    supervision: Callable[..., Supervision],
-    soft_targets: Callable[..., SoftTargets],
-    tmp_path: Path,
+    student_trainer: MakeTrainer, supervision: MakeSample, soft_targets: MakeTargets
 ) -> None:
     results = []
     for name, targets in (("none", ()), ("empty", (soft_targets([], 4),))):
-        trainer = make_trainer(student, tmp_path / name)
+        trainer = student_trainer(name)
         report = trainer.train(Batch(0, tuple(supervision(i, 4 + i, *targets) for i in range(4))))
         results.append((gradients(trainer), report.metrics))
     (left, left_metrics), (right, right_metrics) = results
@@ -185,11 +172,9 @@ def test_no_soft_targets_and_empty_soft_targets_train_bit_for_bit_alike(
     assert {name: left_metrics[name] for name in untimed} == {name: right_metrics[name] for name in untimed}
 
 
-def test_report_holds_the_documented_metrics(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
-) -> None:
+def test_report_holds_the_documented_metrics(student_trainer: MakeTrainer, mixed_batch: MixedBatch) -> None:
     batch = mixed_batch()
-    metrics = make_trainer(student, tmp_path, mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
+    metrics = student_trainer(mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
     assert metrics.keys() == (METRICS | {"loss_entropy"}) - STALENESS_METRICS - {"checkpoint_s"}
     parts = (metrics[f"loss_{part}"] for part in ("policy", "branch", "reference", "entropy"))
     assert metrics["loss"] == pytest.approx(sum(parts), rel=1e-6)
@@ -222,15 +207,10 @@ STALENESS_METRICS = {"lag_mean", "lag_max", "staleness_mean", "staleness_max", "
 
 @pytest.mark.parametrize("behavior", ["served", "recomputed"])
 def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
-    student: Path,
-    make_trainer: MakeTrainer,
-    supervision: Callable[..., Supervision],
-    soft_targets: Callable[..., SoftTargets],
-    tmp_path: Path,
-    behavior: str,
+    student_trainer: MakeTrainer, supervision: MakeSample, soft_targets: MakeTargets, behavior: str
 ) -> None:
     taught = supervision(1, 6, soft_targets([0, 3], 4), pulls=())
-    trainer = make_trainer(student, tmp_path, behavior=behavior)
+    trainer = student_trainer(behavior=behavior)
     metrics = trainer.train(Batch(0, (taught, taught))).metrics
     without = POLICY_METRICS | MISMATCH_METRICS | STALENESS_METRICS | DIVERGENCE_METRICS | {"checkpoint_s"}
     assert metrics.keys() == METRICS - without
@@ -249,10 +229,9 @@ def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
     ],
 )
 def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
-    student: Path,
-    make_trainer: MakeTrainer,
-    supervision: Callable[..., Supervision],
-    soft_targets: Callable[..., SoftTargets],
+    student_trainer: MakeTrainer,
+    supervision: MakeSample,
+    soft_targets: MakeTargets,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -264,7 +243,7 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
     poisoned = supervision(3, 8, soft_targets([2], 4))
     arrays = {"probabilities": poisoned.soft_targets[0].probabilities[0], "pulls": poisoned.pulls[0].logprobs}
     (arrays[name] if name in arrays else getattr(poisoned, name))[1] = value
-    trainer = make_trainer(student, tmp_path, reference_kl=0.1, mini_batch_size=2)
+    trainer = student_trainer(reference_kl=0.1, mini_batch_size=2)
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     with pytest.raises(TrainerError) as caught:
         trainer.train(Batch(7, (poisoned, supervision(4, 5))))
@@ -278,13 +257,13 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
 
 
 def test_culprits_are_looked_for_with_the_log_probabilities_that_were_trained_on(
-    student: Path, make_trainer: MakeTrainer, supervision: Callable[..., Supervision], tmp_path: Path
+    student_trainer: MakeTrainer, supervision: MakeSample
 ) -> None:
     served_oddly = supervision(3, 8)
     served_oddly.behavior_logprobs[1] = -200.0  # which training on recomputed ones never sees
     culprit = supervision(4, 5)
     culprit.pulls[0].logprobs[2] = np.nan
-    trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
+    trainer = student_trainer(behavior="recomputed", mini_batch_size=2)
     with pytest.raises(TrainerError) as caught:
         trainer.train(Batch(0, (served_oddly, culprit)))
     assert "in sample 'problem-4'" in str(caught.value)
@@ -311,15 +290,9 @@ def one_target(position: int, token_id: int) -> SoftTargets:
     ],
 )
 def test_malformed_samples_are_named_before_anything_is_trained(
-    student: Path,
-    make_trainer: MakeTrainer,
-    supervision: Callable[..., Supervision],
-    tmp_path: Path,
-    tokens: int,
-    changes: dict[str, Any],
-    complaint: str,
+    student_trainer: MakeTrainer, supervision: MakeSample, tokens: int, changes: dict[str, Any], complaint: str
 ) -> None:
-    trainer = make_trainer(student, tmp_path, reference_kl=0.1)
+    trainer = student_trainer(reference_kl=0.1)
     with pytest.raises(TrainerError, match=r"'problem-0' \(ordinal 0\)") as caught:
         trainer.train(Batch(0, (supervision(0, tokens, **changes),)))
     assert complaint in str(caught.value)
@@ -327,10 +300,10 @@ def test_malformed_samples_are_named_before_anything_is_trained(
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_batch_without_samples_moves_neither_weights_nor_optimiser_and_is_published(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, sharding: str
 ) -> None:
     def trained(name: str, batches: list[Batch]) -> list[tuple[dict[str, float], bytes]]:
-        trainer = make_trainer(student, tmp_path / name, schedule="constant", sharding=sharding, keep_weights=3)
+        trainer = student_trainer(name, schedule="constant", sharding=sharding, keep_weights=3)
         reports = [trainer.train(batch) for batch in batches]
         assert [each.snapshot.version.step for each in reports] == [batch.iteration + 1 for batch in batches]
         files = [Path(each.snapshot.directory) / "model.safetensors" for each in reports]
@@ -346,7 +319,7 @@ def test_a_batch_without_samples_moves_neither_weights_nor_optimiser_and_is_publ
 
 
 def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = tmp_path / "weights" / ".step-000001"
     interrupted.mkdir(parents=True)
@@ -358,7 +331,7 @@ def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", remove_too_late)
-        trainer = make_trainer(student, tmp_path, keep_weights=2)
+        trainer = student_trainer(keep_weights=2)
     reports = [trainer.train(Batch(i, tuple(mixed_batch()))) for i in range(3)]
 
     assert [report.snapshot.version for report in reports] == [WeightVersion(0, step) for step in (1, 2, 3)]
@@ -384,11 +357,11 @@ def test_published_weights_load_with_their_tokenizer_and_old_ones_go(
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_bfloat16_trains_float32_parameters_and_publishes_bfloat16(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path, sharding: str
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, sharding: str
 ) -> None:
-    exact = make_trainer(student, tmp_path / "exact")
+    exact = student_trainer("exact")
     exact.train(Batch(0, tuple(mixed_batch())))
-    trainer = make_trainer(student, tmp_path, dtype="bfloat16", sharding=sharding)
+    trainer = student_trainer(dtype="bfloat16", sharding=sharding)
     report = trainer.train(Batch(0, tuple(mixed_batch())))
     expected, found = (torch.cat([g.flatten() for g in gradients(each).values()]) for each in (exact, trainer))
     assert 0 < (found - expected).norm() < 0.05 * expected.norm()
@@ -401,9 +374,9 @@ def test_bfloat16_trains_float32_parameters_and_publishes_bfloat16(
 
 
 def test_a_failed_publish_leaves_older_weights_and_nothing_of_the_new(
-    student: Path, make_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
+    student_trainer: MakeTrainer, mixed_batch: MixedBatch, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(student, tmp_path)
+    trainer = student_trainer()
     trainer.train(Batch(0, tuple(mixed_batch())))
     weights = tmp_path / "weights"
     (weights / "step-000002").mkdir()
@@ -414,7 +387,7 @@ def test_a_failed_publish_leaves_older_weights_and_nothing_of_the_new(
     AutoModelForCausalLM.from_pretrained(weights / "step-000001")
 
 
-def test_an_architecture_that_rescales_its_logits_is_refused(random_architecture: Callable[..., Path]) -> None:
+def test_an_architecture_that_rescales_its_logits_is_refused(random_architecture: MakeModel) -> None:
     with pytest.raises(DataError, match="GraniteForCausalLM"):
         new_student(str(random_architecture("granite")))
 
@@ -426,9 +399,9 @@ def test_an_unreadable_student_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_a_student_without_marked_layers_is_not_sharded(
-    student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank would gather all of it, and take as much memory as without."""
     monkeypatch.setattr("spot_async.trainer.rank.decoder_layers", lambda model: [])
     with pytest.raises(ConfigError, match=r"^training\.sharding=fsdp2: .*marks no layers"):
-        make_trainer(student, tmp_path, sharding="fsdp2")
+        student_trainer(sharding="fsdp2")

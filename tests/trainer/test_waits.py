@@ -5,12 +5,11 @@ For padded ones transformers reads one number back, before the first layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from makers import MakeTrainer, MixedBatch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,8 +19,6 @@ from spot_async.trainer import packing
 from spot_async.trainer.batching import collate
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.metrics import Tally
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision
 
 META = torch.device("meta")
 
@@ -55,17 +52,15 @@ class Crossings(TorchDispatchMode):
     ids=["packed", "attention in one call, blocks", "all terms, blocks", "recomputed"],
 )
 def test_a_micro_batch_reads_nothing_back_and_copies_nothing_to_its_device(
-    student: Path,
-    make_trainer: Callable[..., StudentTrainer],
-    mixed_batch: Callable[[], list[Supervision]],
-    tmp_path: Path,
+    student_trainer: MakeTrainer,
+    mixed_batch: MixedBatch,
     monkeypatch: pytest.MonkeyPatch,
     training: dict[str, Any],
     rows_per_block: int,
     is_at_once: bool,
 ) -> None:
     monkeypatch.setattr(spot_async.trainer.model, "LOGITS_PER_BLOCK", 50 * rows_per_block)
-    trainer = make_trainer(student, tmp_path, **training)
+    trainer = student_trainer(**training)
     if is_at_once:
         trainer.model.set_attn_implementation(packing.ONE_CALL)
     trainer.model.to(META)
