@@ -168,12 +168,12 @@ soak: install
 SEEDS ?= 2000
 STATE ?= .simulate-soak.json
 simulate-soak: install
-	$(BIN)/python tests/support/simulated_crashes.py --seeds $(SEEDS) --state $(STATE)
+	$(BIN)/python tests/support/simulated_runs.py crashes --seeds $(SEEDS) --state $(STATE)
 
 # The same for runs with faults that do not crash, then over turns with an environment that has faults too.
 fault-soak: install
-	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
-	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS) --plays
+	$(BIN)/python tests/support/simulated_runs.py faults --seeds $(SEEDS)
+	$(BIN)/python tests/support/simulated_runs.py turns --seeds $(SEEDS)
 
 # Processes of real runs, killed at random moments and resumed. Started again, it continues where it was stopped. Then a long
 # run on a bad teacher, whose replicas are killed, must need no more at its end than after a tenth.

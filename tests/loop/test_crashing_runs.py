@@ -6,13 +6,17 @@ What breaks that is noticed: mutations show it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 from crashes.plan import DiskFault
 from crashes.run import crashing_run
 from faults.plan import Fault
 from joined_policy import TakesTurns
-from simulated_crashes import explained, failure
+from recipes import recipe, simulated_recipe
+from simulated_runs import CRASHES
 
 from spot_async.base.seeds import derive_seed
 from spot_async.loop.resuming import Resumption, StateSaver
@@ -24,7 +28,7 @@ from spot_async.running import checkpoints
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.telemetry.run_log import SpendingLog
 from spot_async.terms import revised, weighted
-from spot_async.testing.simulation import policy_context
+from spot_async.testing.simulation import make_policy, policy_context
 
 SEEDS = range(300)
 
@@ -38,16 +42,7 @@ OTHERS = [pytest.param(each, marks=LONG if each % 15 < 5 else NIGHTLY) for each 
 @pytest.mark.parametrize("shard", [0, *OTHERS])
 def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
-    assert [how for seed in SEEDS[shard::SHARDS] if (how := explained(seed))] == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_responses_that_two_models_wrote_in_turns_are_trained_once_and_a_strict_run_keeps_its_bits(max_staleness):
-    found = [crashing_run(seed, TakesTurns, max_staleness=max_staleness) for seed in range(12)]
-    resumed = [each.witness for each in found if len(each.lives) > 1]
-    assert len(resumed) > 6
-    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
+    assert [how for seed in SEEDS[shard::SHARDS] if (how := CRASHES.explained(seed))] == []
 
 
 class Remembers(OpdPolicy):
@@ -77,12 +72,47 @@ class Remembers(OpdPolicy):
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_what_a_policy_was_told_goes_back_with_the_weights_and_decides_a_strict_runs_bits(max_staleness):
-    found = [crashing_run(seed, Remembers, max_staleness=max_staleness) for seed in range(40)]
+def two_teachers():
+    return make_policy(recipe("teacher_average"), policy_context(teachers=("large", "small")), top_k=8)
+
+
+class Kind(NamedTuple):
+    """Runs of a policy, of so many seeds: more than `resumed` of them crash and continue."""
+
+    policy: Callable[[], Any]
+    seeds: int
+    resumed: int = 0
+    refill_at_most: int | None = None
+
+
+KINDS = {
+    "two models write in turns": Kind(TakesTurns, 12, 6),
+    "a teacher writes on": Kind(partial(simulated_recipe, "speculative_kd"), 6),
+    "several teachers": Kind(two_teachers, 4),
+    "what it was told decides": Kind(Remembers, 40, 20),
+    "batches refill": Kind(partial(make_policy, recipe("dapo"), samples=3), 12, 6, refill_at_most=100),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_staleness"),
+    [
+        *(pytest.param("two models write in turns", each, marks=LONG) for each in (0, 2)),
+        *(pytest.param(each, 0, marks=LONG) for each in ("a teacher writes on", "what it was told decides")),
+        *((each, 2) for each in ("a teacher writes on", "what it was told decides")),
+        ("several teachers", 0),
+        *(("batches refill", each) for each in (0, 1)),
+        pytest.param("batches refill", 3, marks=LONG),
+    ],
+)
+def test_nothing_of_a_policys_own_is_lost_either_and_a_strict_run_keeps_its_bits(kind, max_staleness):
+    """Strict ones that no fault of a server disturbed are compared with one that never crashed, bit for bit."""
+    policy, seeds, more_than, refill_at_most = KINDS[kind]
+    given = {"max_staleness": max_staleness, "refill_at_most": refill_at_most}
+    found = [crashing_run(seed, policy, **given) for seed in range(seeds)]
     resumed = [each.witness for each in found if len(each.lives) > 1]
-    assert len(resumed) > 20
-    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
+    assert len(resumed) > more_than
+    assert not all(witness.is_disturbed for witness in resumed)
 
 
 def kill(life, after, step):
@@ -112,7 +142,7 @@ RESTARTED = (98115, [Fault(0, 6680742240523113299), Fault(1, 1671174068226249623
 
 @pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE, PRUNED, RESTARTED])
 def test_what_once_went_wrong_does_not_any_more(seed, faults):
-    assert failure(seed, faults) is None
+    assert CRASHES.failure(seed, faults) is None
 
 
 # Each of these breaks the code on purpose.
@@ -287,6 +317,6 @@ MUTATIONS = [
 def test_a_run_that_loses_or_repeats_something_is_noticed(mutate, noticed, shown_by, monkeypatch):
     mutate(monkeypatch)
     runs = [shown_by, *((seed, None) for seed in range(100))]  # the first one is enough, while seeds mean the same
-    found = next((error for seed, faults in runs if (error := failure(seed, faults)) is not None), None)
+    found = next((error for seed, faults in runs if (error := CRASHES.failure(seed, faults)) is not None), None)
     assert found is not None
     assert re.match(noticed, str(found)), found

@@ -10,7 +10,7 @@ import pytest
 from faults.run import faulty_run
 from faults.stateful_trainer import StatefulTrainer
 from joined_policy import TakesTurns
-from simulated_methods import explained, failure, played
+from simulated_runs import FAULTS, TURNS
 
 from spot_async import terms
 from spot_async.loop import orchestrator
@@ -34,7 +34,7 @@ SEEDS = range(300)
 )
 def test_the_invariants_hold_for_every_method_and_staleness_whatever_befalls_the_run(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
-    assert [how for seed in SEEDS[shard::10] if (how := explained(seed))] == []
+    assert [how for seed in SEEDS[shard::10] if (how := FAULTS.explained(seed))] == []
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -46,7 +46,7 @@ def test_the_invariants_hold_for_responses_that_two_models_wrote_in_turns(max_st
 
 def test_the_invariants_hold_over_turns_with_an_environment_that_dies_hangs_or_answers_twice():
     """Each seed runs twice, and is the same. `make fault-soak` has 2,000 of them."""
-    assert [how for seed in range(45) if (how := explained(seed, plays=True))] == []
+    assert [how for seed in range(45) if (how := TURNS.explained(seed))] == []
 
 
 # Each of these breaks the code on purpose.
@@ -157,6 +157,22 @@ def forget_to_close_requests(monkeypatch):
     monkeypatch.setattr(Stage, "_close", lambda stage, pending: stage.open.pop(pending))
 
 
+def tell_an_environment_of_a_step_twice(monkeypatch):
+    act = PromptEpisodes._act
+    monkeypatch.setattr(
+        PromptEpisodes, "_act", lambda episodes, steps, action: act(episodes, steps[:1] + steps, action)
+    )
+
+
+def teach_what_was_read(monkeypatch):
+    monkeypatch.setattr(terms, "sampled_tokens", lambda response: terms.counted_tokens(response) | True)
+    monkeypatch.setattr(orchestrator, "check_feed", lambda *arguments, **more: None)
+
+
+def count_no_failures(monkeypatch):
+    monkeypatch.setattr(StageCounters, "count_failure", lambda counters, failed: None)
+
+
 SHOWN_BY = {skip_an_evaluation: 29, forget_which_weights_sampled_which_tokens: 35}  # few others show these
 
 
@@ -176,40 +192,14 @@ SHOWN_BY = {skip_an_evaluation: 29, forget_which_weights_sampled_which_tokens: 3
         ("supervision of .* too old", take_a_returning_server_as_up_to_date),
         ("I7", prune_weights_that_are_served),
         ("I8: .* or see that each request ends", forget_to_close_requests),
-    ],
-)
-def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):
-    mutate(monkeypatch)
-    seeds = [SHOWN_BY.get(mutate, 0), *range(1, 100)]  # the first one is enough, while seeds mean the same
-    found = next(error for seed in seeds if (error := failure(seed)) is not None)
-    assert re.match(noticed, str(found)), found
-
-
-def tell_an_environment_of_a_step_twice(monkeypatch):
-    act = PromptEpisodes._act
-    monkeypatch.setattr(
-        PromptEpisodes, "_act", lambda episodes, steps, action: act(episodes, steps[:1] + steps, action)
-    )
-
-
-def teach_what_was_read(monkeypatch):
-    monkeypatch.setattr(terms, "sampled_tokens", lambda response: terms.counted_tokens(response) | True)
-    monkeypatch.setattr(orchestrator, "check_feed", lambda *arguments, **more: None)
-
-
-def count_no_failures(monkeypatch):
-    monkeypatch.setattr(StageCounters, "count_failure", lambda counters, failed: None)
-
-
-@pytest.mark.parametrize(
-    ("noticed", "mutate"),
-    [
         ("I16: .* is told", tell_an_environment_of_a_step_twice),
         ("I16: .* are taught", teach_what_was_read),
         ("I16: .* are counted", count_no_failures),
     ],
 )
-def test_a_run_that_wrongs_an_environment_is_noticed(noticed, mutate, monkeypatch):
+def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):
     mutate(monkeypatch)
-    found = next(error for seed in range(100) if (error := failure(seed, run=played)) is not None)
+    kind = TURNS if noticed.startswith("I16") else FAULTS
+    seeds = [SHOWN_BY.get(mutate, 0), *range(1, 100)]  # the first one is enough, while seeds mean the same
+    found = next(error for seed in seeds if (error := kind.failure(seed)) is not None)
     assert re.match(noticed, str(found)), found

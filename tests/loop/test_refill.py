@@ -1,4 +1,7 @@
-"""Batches that refill: full, in order, each prompt once, bounded; with deaths, crashes and a second word too."""
+"""Batches that refill: full, in order, each prompt once, bounded; with deaths and a second word too.
+
+That they outlive crashes is in `test_crashing_runs.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from crashes.run import crashing_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes import recipe
@@ -176,16 +178,3 @@ def test_what_revise_leaves_out_is_not_refilled_and_the_ledger_tells_it_from_wha
     lost = next(row for row in rows if row.state == "left_out")
     fault = f"batch {lost.batch + 1} has {BATCH - 1} prompts in place of {BATCH}"
     assert fault in batch_faults([row for row in rows if row is not lost], ITERATIONS, BATCH)
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, pytest.param(3, marks=pytest.mark.long)])
-def test_a_run_that_refills_loses_and_repeats_nothing_however_often_it_crashes(max_staleness: int) -> None:
-    """Strict ones that no fault of a server disturbed end with the weights of one that never crashed, to the bit."""
-
-    def policy() -> Any:
-        return make_policy(recipe("dapo"), samples=3)
-
-    found = [crashing_run(seed, policy, max_staleness=max_staleness, refill_at_most=ENOUGH) for seed in range(12)]
-    resumed = [each.witness for each in found if len(each.lives) > 1]
-    assert len(resumed) > 6
-    assert not all(witness.is_disturbed for witness in resumed)

@@ -8,19 +8,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from crashes.run import crashing_run
 from kill_drill import ROOT, command, verified, weights
 from problem_files import FEW, write
-from recipes import RECIPES, recipe, simulated_recipe
+from recipes import RECIPES
 from typer.testing import CliRunner
 
 import spot_async
 from spot_async.cli import app
 from spot_async.run_directory.manifest import committed
-from spot_async.testing.simulation import make_policy, policy_context
 
 KEYS = (
     FEW,
@@ -30,23 +27,6 @@ KEYS = (
     "training.mini_batch_size=4",
     "evaluation=null",
 )
-
-
-@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness: int) -> None:
-    found = [
-        crashing_run(seed, lambda: simulated_recipe("speculative_kd"), max_staleness=max_staleness) for seed in range(6)
-    ]
-    resumed = [each.witness for each in found if len(each.lives) > 1]
-    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
-
-
-def test_crashes_change_nothing_of_what_several_teachers_said() -> None:
-    def average() -> Any:
-        return make_policy(recipe("teacher_average"), policy_context(teachers=("large", "small")), top_k=8)
-
-    found = [crashing_run(seed, average) for seed in range(4)]
-    assert any(len(each.lives) > 1 and not each.witness.is_disturbed for each in found)
 
 
 @pytest.mark.long

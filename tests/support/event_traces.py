@@ -9,7 +9,7 @@ import json
 import re
 import sys
 
-from simulated_methods import run
+from simulated_runs import run
 
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
 
