@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT, command, verified, weights
+from kill_drill import ROOT, command, kill_when, verified, weights
 from problem_files import FEW, write
 from recipes import RECIPES
+from small_runs import HELD_OUT, rows
 from typer.testing import CliRunner
 
 import spot_async
 from spot_async.cli import app
-from spot_async.run_directory.manifest import committed
 
 KEYS = (
     FEW,
@@ -45,19 +43,13 @@ def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kil
     whole, run = tmp_path / "whole", tmp_path / "run"
     spot_async.run(RECIPES / f"{name}.yaml", [f"run.directory={whole}", *KEYS, *own])  # on threads, undisturbed
     begin = command("train", str(RECIPES / f"{name}.yaml"), f"run.directory={run}", *KEYS, *own)
-    with subprocess.Popen(begin, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while not committed(run):
-            assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+    kill_when(Path.exists, run, begin)
     subprocess.run(command("train", "--resume", str(run)), check=True, cwd=ROOT, capture_output=True)
 
     verified(run)
     assert weights(run) == weights(whole)
     names = ("iteration", "problem_id", "response", "left_out")
-    samples, _ = both = [
-        [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()] for path in (run, whole)
-    ]
+    samples, _ = both = [rows(path / "samples.jsonl") for path in (run, whole)]
     assert len({str([[each.get(of) for of in names] for each in told]) for told in both}) == 1
     if name == "dapo":
         prompts = json.loads((run / "summary.json").read_text())["prompts"]
@@ -72,8 +64,7 @@ def test_problems_that_nobody_solves_end_the_run_with_its_line(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(RECIPES))
-    rows = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines()
-    unsolved = write(tmp_path, [json.loads(row) | {"answer": "99"} for row in rows])
+    unsolved = write(tmp_path, [row | {"answer": "99"} for row in rows(Path(HELD_OUT))])
     keys = [f"run.directory={tmp_path / 'run'}", *KEYS, f"data.train={unsolved}", "training.refill_at_most=2"]
     done = CliRunner().invoke(app, ["train", str(RECIPES / "dapo.yaml"), *keys, "policy.samples=2"])
     assert done.exit_code != 0

@@ -19,13 +19,13 @@ import pytest
 import torch
 from paper_lines import Group, Response, agreed, cal_opd, forward_kl, margin, near, opsd, teachable
 from recipes import NAMES, RECIPES
+from small_runs import EXAMPLE, rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "running_sum"
 WHOLE = 48  # tokens of the vocabulary
 SMALL = [
     "max_staleness=2",
@@ -122,8 +122,8 @@ def assert_telling(name: str, groups: list[Group]) -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Easy problems: the student solves about half of them, in less than the tokens that it may write."""
-    rows = [json.loads(row) for row in (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:300]]
-    easy = [row | {"category": ("even", "odd")[number % 2]} for number, row in enumerate(rows) if row["tier"] == "easy"]
+    given = enumerate(rows(EXAMPLE / "data" / "train.jsonl")[:300])
+    easy = [row | {"category": ("even", "odd")[number % 2]} for number, row in given if row["tier"] == "easy"]
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in easy))
     return path
@@ -164,10 +164,10 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Response]:
-    solutions = {row["id"]: row["solution"] for row in map(json.loads, data.read_text().splitlines())}
+    solutions = {row["id"]: row["solution"] for row in rows(data)}
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "student")
 
-    def rows(model: Any, turns: list[str], ids: list[int]) -> Tensor:
+    def logprobs(model: Any, turns: list[str], ids: list[int]) -> Tensor:
         roles = ["user", "assistant"]
         chat = [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -178,24 +178,20 @@ def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Re
         return Response(
             sample=sample,
             ids=torch.tensor(ids),
-            student=rows(student, [sample["problem"]], ids),
+            student=logprobs(student, [sample["problem"]], ids),
             solution=solutions[sample["problem_id"]],
-            rows=lambda role, turns: rows(models[role], turns, ids).detach(),
+            rows=lambda role, turns: logprobs(models[role], turns, ids).detach(),
             batch=[],
         )
 
     return response
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "name", [each if each in SHOWN else pytest.param(each, marks=pytest.mark.long) for each in NAMES] + [*SELVES]
 )
 def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: str) -> None:
-    metrics = lines(run(name) / "metrics.jsonl")
+    metrics = rows(run(name) / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     for row in metrics:
         assert math.isfinite(row["train/loss"])
@@ -211,8 +207,8 @@ def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
     run: Callable[..., Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
 ) -> None:
     directory = run(name, iterations=1 if name in ALONE else 4)
-    first = [sample for sample in lines(directory / "samples.jsonl") if sample["iteration"] == 1]
-    compare(name, lines(directory / "metrics.jsonl")[0], first, rows_of, models["student"])
+    first = [sample for sample in rows(directory / "samples.jsonl") if sample["iteration"] == 1]
+    compare(name, rows(directory / "metrics.jsonl")[0], first, rows_of, models["student"])
 
 
 @pytest.mark.parametrize(
@@ -222,8 +218,8 @@ def test_what_revise_gives_old_samples_is_of_the_student_in_training(
     run: Callable[..., Path], rows_of: Callable[..., Response], name: str
 ) -> None:
     directory = run(name)
-    third = [sample for sample in lines(directory / "samples.jsonl") if sample["iteration"] == 3]
-    trained = lines(directory / "metrics.jsonl")[2]
+    third = [sample for sample in rows(directory / "samples.jsonl") if sample["iteration"] == 3]
+    trained = rows(directory / "metrics.jsonl")[2]
     assert trained["train/lag_mean"] > 0, "they are of older weights"
     weights = directory / "weights" / "step-000002"
     student = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float64).eval()

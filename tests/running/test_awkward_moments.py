@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kill_drill import ROOT, command, rows, weights
+from kill_drill import ROOT, command, kill_when, rows, verified, weights
 
 import spot_async
 from spot_async.run_directory.manifest import committed
@@ -46,16 +43,6 @@ def saving(run: Path) -> bool:
     )
 
 
-def kill_when(moment: Callable[[Path], bool], run: Path, given: list[str]) -> None:
-    with subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            while not (committed(run) and moment(run)):
-                assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
-                time.sleep(0.001)  # a file is looked for that is there for some milliseconds
-        finally:
-            process.send_signal(signal.SIGKILL)
-
-
 def damage_the_newest(run: Path) -> None:
     for tensors in committed(run)[0].glob("*.safetensors"):
         with tensors.open("r+b") as file:
@@ -88,9 +75,7 @@ def test_a_strict_run_killed_at_the_most_awkward_moments_ends_with_the_same_bits
     damage_the_newest(run)
     subprocess.run(again, check=True, cwd=ROOT, capture_output=True)
 
-    said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout
-    assert "no prompt is trained twice, and none is lost" in said.stdout
+    verified(run)
     assert weights(run) == weights(whole)
     for each in whole.glob("evaluation-*.json"):
         assert answers(run / each.name) == answers(each), each.name

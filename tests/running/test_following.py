@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import time
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_requests import dense_logprobs
-from kill_drill import command, weights
+from kill_drill import ROOT, command, kill_when, weights
 from problem_files import FEW
 from small_runs import EXAMPLE, example_run, rows
 
@@ -22,7 +19,6 @@ from spot_async.errors import ConfigError
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.run_directory.manifest import committed
 
-ROOT = Path(__file__).parents[2]
 STUDENT = EXAMPLE / "student"
 LORA = {"rank": 4, "alpha": 8.0}
 BY_ADAPTER = {"kind": "local", "weights": {"transport": "adapter"}}
@@ -198,17 +194,10 @@ def test_real_processes_continue_after_a_kill_to_the_same_bits_the_teachers_weig
     ]
 
     spot_async.run("configs/quickstart.yaml", [f"run.directory={whole}", *keys])  # on threads, undisturbed
-    begin = command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys)
-    for kill in count():
-        words = begin if not kill else command("train", "--resume", str(run))
-        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            if kill == 2:
-                assert process.wait() == 0, process.communicate()[0]
-                break
-            while len(committed(run) if run.exists() else []) <= kill:
-                assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
+    again = command("train", "--resume", str(run))
+    kill_when(Path.exists, run, command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys))
+    kill_when(lambda run: len(committed(run)) > 1, run, again)
+    subprocess.run(again, check=True, cwd=ROOT)
 
     assert weights(run) == weights(whole)
     step = "step-000007" if "decay" in follows else "step-000006"

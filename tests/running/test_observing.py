@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from kill_drill import ROOT, SHORT, command, weights
 from problem_files import FEW
+from small_runs import rows
 
 import spot_async
 from spot_async.run_directory.manifest import committed
@@ -110,8 +111,8 @@ def whole(place: Path, servers_on_threads: None, trainer_on_thread: None) -> Pat
         patch.setenv("TOLD", str(place / "whole.told"))
         keys = [f"run.directory={place}/whole", f"evaluation.problems={place}/few.jsonl", *KEYS]
         spot_async.run("configs/quickstart.yaml", keys)
-    rows = [json.loads(row) for row in (place / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert {row["switches/is_odd"] for row in rows} == {0.0, 1.0}, "what it was told decides something"
+    metrics = rows(place / "whole" / "metrics.jsonl")
+    assert {row["switches/is_odd"] for row in metrics} == {0.0, 1.0}, "what it was told decides something"
     return place / "whole"
 
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -240,6 +240,17 @@ def verified(run: Path) -> int:
     if done.returncode != 0 or "no prompt is trained twice, and none is lost" not in done.stdout:
         raise DrillError(f"{run}: verify-run ended with {done.returncode}: {done.stdout}{done.stderr}")
     return 1
+
+
+def kill_when(moment: Callable[[Path], bool], run: Path, given: list[str]) -> None:
+    """Run a command, and kill it at this moment of its run, which has a checkpoint then."""
+    with subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            while not (has_checkpoint(run) and moment(run)):
+                assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
+                time.sleep(0.001)  # a file is looked for that is there for some milliseconds
+        finally:
+            process.kill()
 
 
 def command(*given: str) -> list[str]:
