@@ -37,11 +37,12 @@ import msgspec
 import numpy as np
 import pytest
 import structlog
-from makers import MakeTrainer
+from makers import MakeBatch, MakeSample, MakeTargets, MakeTrainer
 from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: F401 - fixtures
 
 from spot_async.base.processes.resources import keep_rows_apart
 from spot_async.config import TrainingConfig
+from spot_async.trainer.messages import Batch
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
@@ -372,6 +373,18 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
                 advantages=np.ones(8, np.float32),
             ),
         ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_batch(supervision: MakeSample, soft_targets: MakeTargets) -> MakeBatch:
+    """The batch of an iteration: four samples, one of a single token, one with soft targets at some positions."""
+
+    def make(iteration: int) -> Batch:
+        targets = [soft_targets(at, 4, baseline=0.5) for at in ([], [], [0, 5], [])]
+        given = enumerate(zip((9, 1, 7, 12), targets, strict=True), start=4 * iteration)
+        return Batch(iteration, tuple(supervision(ordinal, tokens, target) for ordinal, (tokens, target) in given))
 
     return make
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spot_async.trainer.messages import Batch
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import SoftTargets, Supervision
 
@@ -20,4 +21,5 @@ MakeTargets = Callable[..., SoftTargets]
 MakeSettings = Callable[..., TrainerSettings]
 MakeTrainer = Callable[..., "StudentTrainer"]
 MixedBatch = Callable[[], list[Supervision]]
+MakeBatch = Callable[[int], Batch]
 DenseLoss = Callable[..., "torch.Tensor"]

@@ -10,17 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from makers import MakeModel, MakeTrainer
 from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Pull, Supervision, WeightVersion
 
 VOCAB = 30
 
 
 @pytest.fixture(scope="module")
-def student(random_model: Callable[..., Path]) -> Path:
+def student(random_model: MakeModel) -> Path:
     return random_model(vocab_size=VOCAB, tie_word_embeddings=False, initializer_range=0.2)
 
 
@@ -67,11 +67,11 @@ Train = Callable[..., tuple[dict[str, float], torch.Tensor]]
 
 
 @pytest.fixture
-def train(make_trainer: Callable[..., StudentTrainer]) -> Train:
+def train(student_trainer: MakeTrainer) -> Train:
     """Metrics of one iteration, and all weights after it."""
 
-    def run(student: Path, directory: Path, samples: list[Supervision], **training: Any) -> Any:
-        trainer = make_trainer(student, directory, **{"mini_batch_size": 2, **training})
+    def run(name: str, samples: list[Supervision], **training: Any) -> Any:
+        trainer = student_trainer(name, **{"mini_batch_size": 2, **training})
         metrics = trainer.train(Batch(0, tuple(samples))).metrics
         return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
@@ -80,11 +80,11 @@ def train(make_trainer: Callable[..., StudentTrainer]) -> Train:
 
 @pytest.mark.parametrize("given_advantages", [False, True])
 def test_recomputed_equals_served_where_the_server_makes_no_error(
-    student: Path, train: Train, tmp_path: Path, given_advantages: bool
+    student: Path, train: Train, given_advantages: bool
 ) -> None:
     samples = batch_of(student, given_advantages=given_advantages)
-    served, served_weights = train(student, tmp_path / "served", samples)
-    recomputed, weights = train(student, tmp_path / "recomputed", samples, behavior="recomputed")
+    served, served_weights = train("served", samples)
+    recomputed, weights = train("recomputed", samples, behavior="recomputed")
     for name in ("loss", "advantage_mean", "ratio_mean", "behavior_kl", "grad_norm"):
         assert recomputed[name] == pytest.approx(served[name], rel=1e-4, abs=1e-6)
     torch.testing.assert_close(weights, served_weights, rtol=0, atol=2e-5)
@@ -92,29 +92,29 @@ def test_recomputed_equals_served_where_the_server_makes_no_error(
         assert metrics["mismatch_max"] < 1e-5
 
 
-def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, train: Train, tmp_path: Path) -> None:
+def test_recomputed_training_does_not_depend_on_what_was_served(student: Path, train: Train) -> None:
     samples = batch_of(student)
-    _, expected = train(student, tmp_path / "right", samples, behavior="recomputed")
+    _, expected = train("right", samples, behavior="recomputed")
     wrong = off_by(samples, noise(samples, 0.5))
-    _, weights = train(student, tmp_path / "wrong", wrong, behavior="recomputed")
+    _, weights = train("wrong", wrong, behavior="recomputed")
     assert torch.equal(weights, expected)  # advantages follow from the recomputed ones, too
-    _, weights = train(student, tmp_path / "served", wrong)
+    _, weights = train("served", wrong)
     assert not torch.allclose(weights, expected, atol=1e-4)
 
 
-def test_the_mismatch_is_reported_in_both_modes(student: Path, train: Train, tmp_path: Path) -> None:
+def test_the_mismatch_is_reported_in_both_modes(student: Path, train: Train) -> None:
     samples = batch_of(student)
     differences = noise(samples, 0.3)
     off = off_by(samples, differences)
     whole = np.concatenate(differences)
-    metrics, _ = train(student, tmp_path / "recomputed", off, behavior="recomputed")
+    metrics, _ = train("recomputed", off, behavior="recomputed")
     assert metrics["mismatch_mean"] == pytest.approx(np.abs(whole).mean(), rel=1e-4)
     assert metrics["mismatch_max"] == pytest.approx(np.abs(whole).max(), rel=1e-4)
     assert metrics["mismatch_kl"] == pytest.approx((np.exp(-whole) - 1 + whole).mean(), rel=1e-4)
 
     # Served: the first update's training pass still has the old weights, here that of the whole batch.
-    metrics, _ = train(student, tmp_path / "one", off, mini_batch_size=8)
+    metrics, _ = train("one", off, mini_batch_size=8)
     assert metrics["mismatch_mean"] == pytest.approx(np.abs(whole).mean(), rel=1e-4)
     # With four updates only the first one's trajectories are compared: later weights would count as mismatch.
-    metrics, _ = train(student, tmp_path / "four", samples, learning_rate=0.1)
+    metrics, _ = train("four", samples, learning_rate=0.1)
     assert metrics["mismatch_max"] < 1e-5 < metrics["behavior_kl"]

@@ -6,125 +6,24 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from makers import MakeModel, MakeSample, MakeSettings, MakeTargets, MakeTrainer
+from makers import MakeBatch, MakeModel, MakeSettings, MakeTrainer
+from rank_groups import SAVED_AT, Group, Job, job, save, train_in_groups
 from safetensors.torch import load_file, save_file
 
-from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer import checkpoint
 from spot_async.trainer.checkpoint import load_checkpoint, write_checkpoint
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.trainer.messages import Batch
-from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import ResumePoint
 from spot_async.types import WeightVersion
 
 SHORT = {"iterations": 4, "batch_size": 4, "mini_batch_size": 2, "keep_weights": 4}
-RESUMED_AT = 2
-
-# Runs groups of ranks one after another, as forks of a process that has imported everything once. A rank trains the
-# runs of its group. `full` runs find the disk of rank 1 full when they checkpoint. The second of two nodes has another
-# disk, and torch counts it first.
-GROUPS = """
-import gc, json, os, resource, socket, sys
-from pathlib import Path
-import torch
-import transformers.models.qwen3.modeling_qwen3
-from transformers.utils.logging import disable_progress_bar
-import spot_async.trainer.rank as rank_module
-from spot_async.base import wire
-from spot_async.errors import TrainerError
-from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import process_group, rank_place, strategy_of, this_rank
-from spot_async.trainer.settings import TrainerSettings
-
-cpu = torch.device("cpu")
-torch.set_num_threads(1)
-disable_progress_bar()
-gc.freeze()
-
-def train(job):
-    run = Path(job["run"])
-    settings = TrainerSettings.load(run / "trainer.json")
-    place = rank_place()
-    is_elsewhere = place.rank * place.nodes >= place.ranks
-    if is_elsewhere and settings.resume is not None:
-        nowhere = settings.resume.model_copy(update={"directory": "no such directory"})
-        settings = settings.model_copy(update={"resume": nowhere})
-    trainer = rank_module.StudentTrainer(settings, strategy_of(settings.training), cpu)
-    for iteration in range(trainer.step, job["until"]):
-        batch = wire.decode((Path(job["batches"]) / str(iteration)).read_bytes(), Batch)
-        trainer.train(batch)
-        if iteration + 1 != job["checkpoint_at"]:
-            continue
-        if job["full"] and this_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        # The next iteration is trained while this is written.
-        said = []
-        checkpoint = Path("no such directory" if is_elsewhere else job["checkpoint"])
-        trainer.begin_to_save(checkpoint, lambda seconds, failure: said.append(failure))
-        if job["full"]:
-            trainer._saver.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            (run / f"error-{this_rank()}").write_text(said[0])
-    trainer._saver.wait()
-
-def group(number, nodes, ranks, jobs):
-    channel = Path(sys.argv[2]) / f"group-{number}"
-    channel.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
-            if nodes > 1:
-                os.environ.update(SPOT_ASYNC_NODES=str(nodes), SPOT_ASYNC_STORE_PORT=str(port))
-            try:
-                with process_group(str(channel), cpu, "fsdp2"):
-                    for job in jobs:
-                        train(job)
-                os._exit(0)
-            finally:
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
-        pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
-        sys.exit(f"group {number} failed")
-
-for number, (nodes, ranks, jobs) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    group(number, nodes, ranks, jobs)
-"""
-
-
-@pytest.fixture
-def batch(supervision: MakeSample, soft_targets: MakeTargets) -> Callable[[int], Batch]:
-    def make(iteration: int) -> Batch:
-        lengths = [9, 1, 7, 12]
-        samples = (
-            supervision(4 * iteration + i, tokens, soft_targets([0, 5] if i == 2 else [], 4, baseline=0.5))
-            for i, tokens in enumerate(lengths)
-        )
-        return Batch(iteration, tuple(samples))
-
-    return make
-
-
-def save(trainer: StudentTrainer, directory: Path) -> None:
-    said: list[str] = []
-    trainer.begin_to_save(directory, lambda seconds, failure: said.append(failure))
-    trainer._saver.wait()
-    assert said == [""]
 
 
 def weights(run: Path, step: int) -> Path:
@@ -133,28 +32,16 @@ def weights(run: Path, step: int) -> Path:
 
 @pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_change(
-    random_model: MakeModel, trainer_settings: MakeSettings, batch: Callable[[int], Batch], tmp_path: Path
+    random_model: MakeModel, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     # With heads of 6 the fourth of four ranks has no part of some tensors, and 50 tokens are not a multiple of 4.
     student = random_model(head_dim=6)
-    (tmp_path / "batches").mkdir()
-    for iteration in range(4):
-        (tmp_path / "batches" / str(iteration)).write_bytes(wire.encode(batch(iteration)))
 
-    def job(name: str, sharding: str, *, until: int = 4, resume: str | None = None, **rest: Any) -> dict[str, Any]:
+    def planned(name: str, sharding: str, until: int = 4, **choices: Any) -> Job:
         is_compiled = name.startswith("1 compiled")
         settings = trainer_settings(student, tmp_path / name, sharding=sharding, compile=is_compiled, **SHORT)
-        if resume is not None:
-            point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=RESUMED_AT)
-            settings = settings.model_copy(update={"resume": point})
-        settings.save()
-        checkpoint = {"checkpoint": str(tmp_path / name / "tensors"), "checkpoint_at": None, "full": False}
-        batches = str(tmp_path / "batches")
-        return {"run": str(tmp_path / name), "batches": batches, "until": until, **checkpoint, **rest}
+        return job(settings, until=until, **choices)
 
-    saves = {"until": RESUMED_AT, "checkpoint_at": RESUMED_AT}
-    # Checkpoints of four ranks continue for one step, so that others have something to compare with.
-    saves_and_goes_on = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT}
     same = {"1 none": (1, "none"), "1 compiled": (1, "none"), "2 none": (2, "none"), "2 fsdp2": (2, "fsdp2")}
     changed = [
         ("4 none", 2, "fsdp2"),
@@ -164,35 +51,31 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
         ("2x2 fsdp2", 1, "none"),
     ]
     over_nodes = ["none", "fsdp2"]
-    first: dict[int, list[dict[str, Any]]] = {4: [], 2: [], 1: []}
-    then: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
+    first: dict[int, list[Job]] = {4: [], 2: [], 1: []}
+    then: dict[int, list[Job]] = {2: [], 1: []}
     first_over_nodes, then_over_nodes = [], []
-    for sharding in over_nodes:
-        first[4].append(job(f"4 {sharding}", sharding, **saves_and_goes_on))
-        first_over_nodes.append(job(f"2x2 {sharding}", sharding, **saves_and_goes_on))
-        resumed = job(f"2x2 {sharding} resumed", sharding, resume=f"2x2 {sharding}", until=RESUMED_AT + 1)
-        then_over_nodes.append(resumed)
+    for sharding in over_nodes:  # these continue for one step, so that others have something to compare with
+        first[4].append(planned(f"4 {sharding}", sharding, SAVED_AT + 1, saves_at=SAVED_AT))
+        first_over_nodes.append(planned(f"2x2 {sharding}", sharding, SAVED_AT + 1, saves_at=SAVED_AT))
+        then_over_nodes.append(planned(f"2x2 {sharding} resumed", sharding, SAVED_AT + 1, resumes=f"2x2 {sharding}"))
     for name, (ranks, sharding) in same.items():
-        first[ranks] += [job(f"{name} whole", sharding), job(name, sharding, **saves)]
-        then[ranks].append(job(f"{name} resumed", sharding, resume=name))
+        first[ranks] += [planned(f"{name} whole", sharding), planned(name, sharding, SAVED_AT, saves_at=SAVED_AT)]
+        then[ranks].append(planned(f"{name} resumed", sharding, resumes=name))
     for saved, ranks, sharding in changed:
-        then[ranks].append(job(f"{saved} on {ranks} {sharding}", sharding, resume=saved, until=RESUMED_AT + 1))
-    full = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT + 1, "full": True}
-    then[2].append(job("full disk", "fsdp2", resume="2 fsdp2", checkpoint=str(tmp_path / "full" / "tensors"), **full))
-    plan = tmp_path / "plan"
-    groups = [(1, *group) for group in first.items()] + [(2, 4, first_over_nodes)]
-    plan.write_text(json.dumps([*groups, *((1, *group) for group in then.items()), (2, 4, then_over_nodes)]))
-    kept = tmp_path / "2 fsdp2" / "tensors"
-    command = [sys.executable, "-c", GROUPS, str(plan), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300, cwd=tmp_path)
+        then[ranks].append(planned(f"{saved} on {ranks} {sharding}", sharding, SAVED_AT + 1, resumes=saved))
+    full = {"saves_at": SAVED_AT + 1, "is_full": True}
+    then[2].append(planned("full disk", "fsdp2", SAVED_AT + 1, resumes="2 fsdp2", **full))
+    groups = [Group(*each) for each in first.items()] + [Group(4, first_over_nodes, nodes=2)]
+    groups += [Group(*each) for each in then.items()] + [Group(4, then_over_nodes, nodes=2)]
+    train_in_groups(tmp_path, [small_batch(iteration) for iteration in range(4)], groups)
 
     for name in same:
-        for step in (RESUMED_AT, 3, 4):  # the first of them is published again
+        for step in (SAVED_AT, 3, 4):  # the first of them is published again
             found, expected = weights(tmp_path / f"{name} resumed", step), weights(tmp_path / f"{name} whole", step)
             assert found.read_bytes() == expected.read_bytes(), (name, step)
     for saved, ranks, sharding in changed:
         run = tmp_path / f"{saved} on {ranks} {sharding}"
-        again, before = weights(run, RESUMED_AT), weights(tmp_path / saved, RESUMED_AT)
+        again, before = weights(run, SAVED_AT), weights(tmp_path / saved, SAVED_AT)
         assert again.read_bytes() == before.read_bytes(), run.name
         found, expected = load_file(weights(run, 3)), load_file(weights(tmp_path / saved, 3))
         assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected), run.name
@@ -214,23 +97,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
 
     errors = [(tmp_path / "full disk" / f"error-{rank}").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
-    assert errors[0].startswith(f"cannot save a checkpoint to {tmp_path / 'full' / 'tensors'}: ")
+    assert errors[0].startswith(f"cannot save a checkpoint to {tmp_path / 'full disk' / 'tensors'}: ")
     assert "File too large" in errors[0]
     assert errors[0].endswith("; older ones are untouched")
     assert "\n" not in errors[0]
-    assert list((tmp_path / "full" / "tensors").iterdir()) == []
-    assert len(list(kept.iterdir())) == 2
+    assert list((tmp_path / "full disk" / "tensors").iterdir()) == []
+    assert len(list((tmp_path / "2 fsdp2" / "tensors").iterdir())) == 2
 
 
 def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
-    student: Path, student_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path
+    student: Path, student_trainer: MakeTrainer, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     trainer = student_trainer(sharding="fsdp2")
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "rank-00004-of-00004.safetensors").write_bytes(b"of an attempt on more ranks that was cut off")
-    trainer.train(batch(0))
-    save(trainer, saved)
+    trainer.train(small_batch(0))
+    assert save(trainer, saved) == ""
     (file,) = saved.iterdir()
     tensors = load_file(file)
     name = "exp_avg.model.layers.0.mlp.up_proj.weight"
@@ -298,7 +181,7 @@ def test_a_checkpoint_outlives_a_power_cut(
 
     monkeypatch.setattr(os, "fsync", fsync)
     directory = tmp_path / "checkpoints" / "step-000001"
-    save(trainer, directory)
+    assert save(trainer, directory) == ""
     (file,) = directory.iterdir()
     assert (file.stat().st_ino, file.stat().st_size) in flushed, "the file, when it was whole"
     assert {(each.stat().st_ino, 0) for each in (directory, directory.parent, tmp_path)} <= set(flushed)
@@ -310,7 +193,7 @@ def test_torchs_random_state_goes_on_with_the_run(student_trainer: MakeTrainer, 
     parts = trainer.model, trainer._optimizer, trainer._strategy
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        save(trainer, tmp_path / "saved")
+        assert save(trainer, tmp_path / "saved") == ""
         expected = torch.rand(4)
         torch.manual_seed(4)
         load_checkpoint(tmp_path / "saved", 0, *parts)
@@ -318,7 +201,7 @@ def test_torchs_random_state_goes_on_with_the_run(student_trainer: MakeTrainer, 
 
 
 def test_a_step_does_not_change_what_is_being_saved(
-    student_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, small_batch: MakeBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(*given: Any) -> None:
         time.sleep(0.5)
@@ -326,29 +209,25 @@ def test_a_step_does_not_change_what_is_being_saved(
 
     monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
     trainer = student_trainer()
-    trainer.train(batch(0))
+    trainer.train(small_batch(0))
     expected = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
     trainer.begin_to_save(tmp_path / "saved", lambda seconds, failure: None)
-    report = trainer.train(batch(1))
+    report = trainer.train(small_batch(1))
     assert report.metrics["checkpoint_s"] > 0.1
     found = load_file(tmp_path / "saved" / "rank-00001-of-00001.safetensors")
     assert all(torch.equal(found[f"parameter.{name}"], each) for name, each in expected.items())
-    assert "checkpoint_s" not in trainer.train(batch(2)).metrics
+    assert "checkpoint_s" not in trainer.train(small_batch(2)).metrics
 
 
 async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its_lineage(
-    student: Path,
-    trainer_settings: MakeSettings,
-    trainer_on_thread: None,
-    batch: Callable[[int], Batch],
-    tmp_path: Path,
+    student: Path, trainer_settings: MakeSettings, trainer_on_thread: None, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     settings = trainer_settings(student, tmp_path, **SHORT)
     saved = tmp_path / "checkpoints" / "step-000002"
     async with TrainerProcess(settings) as trainer:
         assert trainer.step == 0
-        await trainer.train(0, batch(0).samples)
-        await trainer.train(1, batch(1).samples)
+        await trainer.train(0, small_batch(0).samples)
+        await trainer.train(1, small_batch(1).samples)
         await trainer.save(2, str(saved))
         assert await trainer.saved(2) > 0
     published = weights(tmp_path, 2)
@@ -358,10 +237,10 @@ async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its
     async with TrainerProcess(resumed) as trainer:
         assert trainer.step == 2
         assert published.stat().st_ino == inode, "weights that are there are not written again"
-        report = await trainer.train(2, batch(2).samples)
+        report = await trainer.train(2, small_batch(2).samples)
         assert report.snapshot.version == WeightVersion(1, 3)
     shutil.rmtree(published.parent)
     async with TrainerProcess(resumed) as trainer:
         assert published.read_bytes() == before
         with pytest.raises(TrainerError, match=r"^the trainer was given iteration 2, but iteration 3 is due$"):
-            await trainer.train(1, batch(1).samples)
+            await trainer.train(1, small_batch(1).samples)

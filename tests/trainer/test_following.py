@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from makers import MakeModel, MakeSample, MakeSettings
+from makers import MakeBatch, MakeModel, MakeSettings
 from safetensors.torch import load_file
 
 from spot_async.config import FollowsConfig
@@ -18,15 +17,9 @@ from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
 from spot_async.types import WeightVersion
 
-MakeBatch = Callable[[int], Batch]
 AVERAGED = FollowsConfig(decay=0.8)
 LAGGED = FollowsConfig(every=3)
 LIVE = FollowsConfig(every=1)
-
-
-@pytest.fixture
-def batch(supervision: MakeSample) -> MakeBatch:
-    return lambda iteration: Batch(iteration, tuple(supervision(4 * iteration + i, 5 + i) for i in range(4)))
 
 
 def make(settings: TrainerSettings, **changes: Any) -> StudentTrainer:
@@ -47,13 +40,13 @@ def files(directory: Path) -> dict[str, bytes]:
 )
 @pytest.mark.usefixtures("make_trainer")  # ranks in this process
 def test_an_average_of_ten_steps_is_that_of_float64_and_a_copy_lags(
-    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path, sharding: dict[str, str]
+    student: Path, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path, sharding: dict[str, str]
 ) -> None:
     settings = trainer_settings(student, tmp_path, iterations=10, keep_weights=12, **sharding)
     trainer = make(settings, follows={"teachers.old": LAGGED, "teacher": AVERAGED, "teachers.live": LIVE})
     average = {name: each.double() for name, each in tensors(student).items()}
     for step in range(1, 11):
-        report = trainer.train(batch(step - 1))
+        report = trainer.train(small_batch(step - 1))
         new = tensors(report.snapshot.directory)
         average = {name: 0.8 * average[name] + 0.2 * new[name].double() for name in new}
         held = report.teachers
@@ -72,11 +65,11 @@ def test_an_average_of_ten_steps_is_that_of_float64_and_a_copy_lags(
 
 @pytest.mark.usefixtures("make_trainer")
 def test_a_copy_is_published_in_the_types_of_the_student(
-    random_architecture: MakeModel, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
+    random_architecture: MakeModel, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     """Of a mixture in bfloat16, whose routers and their biases stay in float32."""
     settings = trainer_settings(random_architecture("ernie4_5_moe"), tmp_path, dtype="bfloat16")
-    report = make(settings, follows={"teacher": AVERAGED}).train(batch(0))
+    report = make(settings, follows={"teacher": AVERAGED}).train(small_batch(0))
     student, copy = (tensors(each.directory) for each in (report.snapshot, report.teachers["teacher"]))
     types = {name: each.dtype for name, each in student.items()}
     assert {torch.float32, torch.bfloat16} == {*types.values()}
@@ -85,14 +78,14 @@ def test_a_copy_is_published_in_the_types_of_the_student(
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 def test_a_resumed_run_has_the_same_copies_and_publishes_them_again_where_they_are_gone(
-    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path, lora: dict[str, Any] | None
+    student: Path, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     short = {"iterations": 6, "keep_weights": 8, "lora": lora}
     followers = {"follows": {"teacher": AVERAGED, "teachers.old": LAGGED}, "teachers_take_adapters": lora is not None}
     whole = make(trainer_settings(student, tmp_path / "whole", **short), **followers)
     saved = tmp_path / "saved"
     for iteration in range(6):
-        expected = whole.train(batch(iteration))
+        expected = whole.train(small_batch(iteration))
         if iteration == 3:
             whole.begin_to_save(saved, lambda seconds, reason: None)
     point = ResumePoint(directory=str(saved), step=4)
@@ -101,7 +94,7 @@ def test_a_resumed_run_has_the_same_copies_and_publishes_them_again_where_they_a
     for part in ("teacher/step-000004", "teachers.old/step-000003"):
         assert files(again / part) == files(tmp_path / "whole" / "weights" / part) != {}
     for iteration in (4, 5):
-        found = resumed.train(batch(iteration))
+        found = resumed.train(small_batch(iteration))
     assert {role: each.version for role, each in found.teachers.items()} == {
         role: each.version for role, each in expected.teachers.items()
     }
@@ -112,14 +105,14 @@ def test_a_resumed_run_has_the_same_copies_and_publishes_them_again_where_they_a
 
 
 def test_copies_are_written_beside_the_next_step_before_its_weights_are_said_to_be_there(
-    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
+    student: Path, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     plain = make(trainer_settings(student, tmp_path / "plain"), follows={"teacher": AVERAGED})
     beside = make(trainer_settings(student, tmp_path / "beside"), follows={"teacher": AVERAGED}, publishes_beside=True)
     there: list[bool] = []
     for iteration in range(3):
-        directory = plain.train(batch(iteration)).teachers["teacher"].directory
-        (share,) = beside.divide(batch(iteration))
+        directory = plain.train(small_batch(iteration)).teachers["teacher"].directory
+        (share,) = beside.divide(small_batch(iteration))
         path = Path(directory.replace("/plain/", "/beside/"))
         beside.train_share(share, lambda files, reason, path=path: there.append(path.is_dir()))
     beside._publisher.wait()
@@ -130,10 +123,10 @@ def test_copies_are_written_beside_the_next_step_before_its_weights_are_said_to_
 
 
 def test_a_batch_without_samples_moves_the_average_and_harms_no_checkpoint_under_way(
-    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
+    student: Path, trainer_settings: MakeSettings, small_batch: MakeBatch, tmp_path: Path
 ) -> None:
     trainer = make(trainer_settings(student, tmp_path), follows={"teacher": AVERAGED})
-    trainer.train(batch(0))
+    trainer.train(small_batch(0))
     averages = {name: trainer._optimizer.state[each]["teacher"] for name, each in trainer.model.named_parameters()}
     before = {name: each.clone() for name, each in averages.items()}
     trainer.begin_to_save(tmp_path / "saved", lambda seconds, reason: None)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from makers import DenseLoss, MakeModel, MakeSettings, MakeTrainer, MixedBatch
+from rank_groups import SAVED_AT, Group, job, save, train_in_groups
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from spot_async.base import wire
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.errors import ConfigError, TrainerError
 from spot_async.models.adapter_files import check_lora, layers_of
@@ -30,7 +27,6 @@ from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.lora import AdaptedLinear, layer_shapes
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import ResumePoint
 
 LORA = {"rank": 4, "alpha": 8.0}
 VOCAB = 50
@@ -247,8 +243,7 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
     choices = {"lora": LORA, "mini_batch_size": 2, "iterations": 4}
     straight = student_trainer("straight", **choices)
     train(straight, 2)
-    straight.begin_to_save(tmp_path / "tensors", lambda seconds, failure: None)
-    straight._saver.wait()
+    assert save(straight, tmp_path / "tensors") == ""
     (file,) = (tmp_path / "tensors").iterdir()
     others = {name for name in load_file(file) if "lora_" not in name}
     assert len(others) == 2 + torch.cuda.is_available()  # the step and the random states
@@ -293,63 +288,13 @@ def test_files_and_trainer_agree_on_the_layers_that_get_an_adapter(
             check_lora(directory, LoraConfig.model_validate(LORA))
 
 
-RANKS = """
-import json, os, sys
-from pathlib import Path
-import torch
-import transformers.models.qwen3.modeling_qwen3
-from spot_async.base import wire
-from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import process_group, strategy_of, this_rank
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
-
-torch.set_num_threads(1)
-channel, *runs = sys.argv[1:]
-for number, (ranks, run) in enumerate(each.split(":") for each in runs):
-    meeting = Path(channel) / str(number)
-    meeting.mkdir(parents=True)
-    pids = []
-    for rank in range(int(ranks)):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), WORLD_SIZE=ranks)
-            try:
-                settings = TrainerSettings.load(str(Path(run) / "trainer.json"))
-                with process_group(str(meeting), torch.device("cpu"), settings.training.sharding):
-                    trainer = StudentTrainer(settings, strategy_of(settings.training), torch.device("cpu"))
-                    said = []
-                    for batch in sorted(Path(channel).parent.glob("batch-*")):
-                        batch = wire.decode(batch.read_bytes(), Batch)
-                        if batch.iteration < trainer.step:
-                            continue
-                        metrics = trainer.train(batch).metrics
-                        said.append([metrics["loss"], metrics["grad_norm"]])
-                        if batch.iteration == 1:
-                            trainer.begin_to_save(Path(run) / "tensors", lambda seconds, failure: None)
-                            trainer._saver.wait()
-                    if this_rank() == 0:
-                        (Path(run) / "said.json").write_text(json.dumps(said))
-                    del trainer
-                os._exit(0)
-            finally:
-                sys.excepthook(*sys.exc_info())
-                os._exit(1)
-        pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
-        sys.exit(f"run {run} failed")
-"""
-
-
 @pytest.mark.long
 def test_ranks_sharding_and_packing_change_no_adapter_and_a_checkpoint_of_any_goes_on(
     student: Path, trainer_settings: MakeSettings, mixed_batch: MixedBatch, tmp_path: Path
 ) -> None:
     """On 4 ranks some have no branch positions, and a rank has no part of some adapters."""
-    for iteration in range(3):
-        (tmp_path / f"batch-{iteration}").write_bytes(wire.encode(Batch(iteration, tuple(mixed_batch()))))
 
-    def run(name: str, sharding: str, resume: str | None = None) -> str:
+    def run(name: str, sharding: str, resumes: str = "") -> Group:
         settings = trainer_settings(
             student,
             tmp_path / name,
@@ -360,27 +305,24 @@ def test_ranks_sharding_and_packing_change_no_adapter_and_a_checkpoint_of_any_go
             mini_batch_size=4,
             iterations=4,
         )
-        if resume is not None:
-            point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=2)
-            settings = settings.model_copy(update={"resume": point})
-        settings.save()
-        return f"{name.split()[-1]}:{tmp_path / name}"
+        return Group(int(name.split()[-1]), [job(settings, until=3, saves_at=SAVED_AT, resumes=resumes)])
 
     names = {f"{sharding} {ranks}": sharding for ranks in (1, 2, 4) for sharding in ("none", "fsdp2")}
     names["padded 4"] = "none"
-    runs = [run(name, sharding) for name, sharding in names.items()]
-    runs += [run("resumed 1", "none", "none 1"), run("sharded after 2", "fsdp2", "none 1")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path / "channel"), *runs], check=True, env=environment)
+    groups = [run(name, sharding) for name, sharding in names.items()]
+    groups += [run("resumed 1", "none", "none 1"), run("sharded after 2", "fsdp2", "none 1")]
+    train_in_groups(tmp_path, [Batch(iteration, tuple(mixed_batch())) for iteration in range(3)], groups)
 
     def adapter(name: str) -> dict[str, torch.Tensor]:
         return load_file(tmp_path / name / "weights" / "step-000003" / "adapter" / "adapter_model.safetensors")
 
     expected = adapter("none 1")
-    said = {name: json.loads((tmp_path / name / "said.json").read_text()) for name in names}
+    said = {name: json.loads((tmp_path / name / "metrics.json").read_text()) for name in names}
     for name in [*names, "sharded after 2"]:
         for tensor, found in adapter(name).items():
             torch.testing.assert_close(found, expected[tensor], rtol=0, atol=1e-6)
     for name in names:
-        torch.testing.assert_close(torch.tensor(said[name]), torch.tensor(said["none 1"]), rtol=1e-5, atol=1e-7)
+        for found, metrics in zip(said[name], said["none 1"], strict=True):
+            for each in ("loss", "grad_norm"):
+                assert found[each] == pytest.approx(metrics[each], rel=1e-5, abs=1e-7)
     assert all(torch.equal(found, expected[tensor]) for tensor, found in adapter("resumed 1").items())

@@ -5,9 +5,6 @@ Where there is no GPU, "the device" is the CPU too. Moments are copied there and
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,58 +13,22 @@ from typing import Any
 import pytest
 import torch
 from makers import MakeSettings, MakeTrainer, MixedBatch
+from rank_groups import SAVED_AT, Group, Job, job, save, train_in_groups
 from safetensors.torch import load_file
 
-from spot_async.base import wire
 from spot_async.config import TrainingConfig
 from spot_async.trainer.checkpoint import CheckpointSaver, load_checkpoint
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import ResumePoint
 
-STEPS, SAVED_AT = 4, 2
+STEPS = 4
 CHOICES: dict[str, Any] = {"iterations": STEPS, "mini_batch_size": 4, "learning_rate": 1e-3, "weight_decay": 0.1}
 OFFLOADS = [("none", "optimizer"), ("fsdp2", "optimizer"), ("fsdp2", "all")]
 LORA = {"rank": 4, "alpha": 8.0}
 
-# Ranks train every run that is named, and save it after two steps.
-RANK = """
-import sys
-from pathlib import Path
-import torch
-from spot_async.base import wire
-from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import process_group, strategy_of
-from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.settings import TrainerSettings
-
-cpu = torch.device("cpu")
-torch.set_num_threads(1)
-
-def train(run):
-    settings = TrainerSettings.load(run / "trainer.json")
-    trainer = StudentTrainer(settings, strategy_of(settings.training), cpu)
-    for iteration in range(trainer.step, settings.iterations):
-        trainer.train(wire.decode((run.parent / f"batch-{iteration}").read_bytes(), Batch))
-        if iteration + 1 == 2:
-            trainer.begin_to_save(run / "tensors", lambda seconds, failure: None)
-    trainer._saver.wait()
-
-with process_group(sys.argv[1], cpu, "fsdp2"):
-    for run in map(Path, sys.argv[2:]):
-        train(run)
-"""
-
 
 def published(run: Path, step: int) -> bytes:
     return (run / "weights" / f"step-{step:06d}" / "model.safetensors").read_bytes()
-
-
-def save(trainer: StudentTrainer, directory: Path) -> None:
-    said: list[str] = []
-    trainer.begin_to_save(directory, lambda seconds, failure: said.append(failure))
-    trainer._saver.wait()
-    assert said == [""]
 
 
 @pytest.fixture
@@ -98,7 +59,7 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
         for batch in batches:
             metrics[kind].append(trainer.train(batch).metrics)
             if batch.iteration + 1 == SAVED_AT:
-                save(trainer, tmp_path / kind / "tensors")
+                assert save(trainer, tmp_path / kind / "tensors") == ""
     for found, expected in zip(metrics[offload], metrics["none"], strict=True):
         assert all(found[name] == expected[name] for name in ("loss", "grad_norm"))
     assert published(tmp_path / offload, STEPS) == published(tmp_path / "none", STEPS)
@@ -120,16 +81,12 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
 def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
     student: Path, trainer_settings: MakeSettings, batches: list[Batch], tmp_path: Path, ranks: int
 ) -> None:
-    for batch in batches:
-        (tmp_path / f"batch-{batch.iteration}").write_bytes(wire.encode(batch))
+    jobs: list[Job] = []
     expected_of: dict[str, str] = {}
 
-    def prepare(name: str, sharding: str, offload: str, resumed_from: str | None = None) -> None:
+    def prepare(name: str, sharding: str, offload: str, resumes: str = "") -> None:
         settings = trainer_settings(student, tmp_path / name, sharding=sharding, offload=offload, **CHOICES)
-        if resumed_from is not None:
-            point = ResumePoint(directory=str(tmp_path / resumed_from / "tensors"), step=SAVED_AT)
-            settings = settings.model_copy(update={"resume": point})
-        settings.save()
+        jobs.append(job(settings, until=STEPS, saves_at=SAVED_AT, resumes=resumes))
         expected_of[name] = f"{sharding} plain"
 
     for sharding in ("none", "fsdp2"):
@@ -138,16 +95,7 @@ def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_oth
         prepare(f"{sharding} {offload}", sharding, offload)
         prepare(f"{sharding} plain then {offload}", sharding, offload, f"{sharding} plain")
         prepare(f"{sharding} {offload} then plain", sharding, "none", f"{sharding} {offload}")
-    group = tmp_path / "group"
-    group.mkdir()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(group), *(str(tmp_path / name) for name in expected_of)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-        )
-        for rank in range(ranks)
-    ]
-    assert [rank.wait(timeout=300) for rank in started] == [0] * ranks
+    train_in_groups(tmp_path, batches, [Group(ranks, jobs)])
     for name, plain in expected_of.items():
         assert published(tmp_path / name, STEPS) == published(tmp_path / plain, STEPS), name
 

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ import pytest
 import spoiled_gradient
 import torch
 import torch.distributed as dist
+from kill_drill import descendants
 from makers import MakeSample, MakeSettings, MakeTargets, MakeTrainer
+from process_trees import gone
 from safetensors.torch import load_file
 from spoiled_gradient import SPOILS, spoiled_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,48 +67,14 @@ def arrays(said: Live) -> list[Any]:
     return [said.logprobs, said.entropy, said.where, *of_rows]
 
 
-def trainer_pids(pid: int) -> dict[int, int]:
-    """Living descendants of a process that belong to a trainer, each with its rank."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                if stat[0] != "Z":
-                    parents[int(entry.name)] = int(stat[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    found: dict[int, int] = {}
-    generation = {pid}
-    while generation:
-        generation = {child for child, parent in parents.items() if parent in generation}
-        for child in generation:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-                if b"spot_async.trainer" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                    found[child] = next(int(v[5:]) for v in variables if v.startswith(b"RANK="))
-    return found
+def rank_pids(pid: int) -> list[int]:
+    """The living ranks below a process, the first one first."""
 
+    def rank(pid: int) -> int:
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return next(int(each[5:]) for each in variables if each.startswith("RANK="))
 
-def pid_of_rank(rank: int) -> int:
-    return next(pid for pid, number in trainer_pids(os.getpid()).items() if number == rank)
-
-
-def wait_until_gone(pids: Sequence[int], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while remaining := [pid for pid in pids if alive(pid)]:
-        if time.monotonic() > deadline:
-            for pid in remaining:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"still running after {timeout_s} s: {remaining}")
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return sorted((each for each, line in descendants(pid) if "spot_async.trainer" in line), key=rank)
 
 
 # One rank of two, which leaves its gradients behind. Steps are too small to move a weight.
@@ -272,11 +239,11 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
         assert await trainer.train(0, unequal_batch(0)) == reports[0]
         live = await trainer.look(1, unequal_batch(1))
         reports.append(await trainer.train(1, unequal_batch(1)))
-        pids = list(trainer_pids(os.getpid()))
+        pids = rank_pids(os.getpid())
         assert len(pids) == 2
         with pytest.raises(TrainerError, match="iteration 6, but iteration 3 is due"):
             await trainer.train(5, unequal_batch(2))
-    wait_until_gone(pids)
+    assert await gone(pids)
 
     alone = student_trainer("one", **SHORT)
     for iteration, two in enumerate(reports):
@@ -306,14 +273,14 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
     batch[4].behavior_logprobs[0] = np.nan
     async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
         assert trainer.cpu == f"{cpu_type()}, {torch.backends.cpu.get_cpu_capability()}"
-        pids = list(trainer_pids(os.getpid()))
+        pids = rank_pids(os.getpid())
         for _ in range(2):  # and it stays stopped
             with pytest.raises(
                 TrainerError, match=r"^iteration 1, .*policy loss in sample 'problem-4' \(ordinal 4\)"
             ) as not_finite:
                 await trainer.train(0, batch)
             assert not isinstance(not_finite.value, TrainerLostError)
-        victim = pid_of_rank(1)
+        victim = pids[1]
         assert [each for each in processes_below(os.getpid()) if each[0].startswith(f"rank 1 (pid {victim})")]
         os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(60):
@@ -321,7 +288,7 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
                 await trainer.watch()
             with pytest.raises(TrainerLostError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
                 await trainer.train(0, batch)
-        wait_until_gone(pids)
+        assert await gone(pids)
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -335,7 +302,7 @@ async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
         report = await trainer.train(0, unequal_batch(0))
         await trainer.published(1)
         limit = 16_000  # bytes a file may have from now on: configuration fits, weights do not
-        resource.prlimit(pid_of_rank(0), resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(rank_pids(os.getpid())[0], resource.RLIMIT_FSIZE, (limit, limit))
 
         async def step() -> None:
             await trainer.train(1, unequal_batch(1))
@@ -451,11 +418,11 @@ def test_a_trainer_of_one_rank_listens_to_nobody_and_does_not_outlive_a_killed_o
     with subprocess.Popen([sys.executable, "-c", OWNER, str(settings_path)], stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
-        pids = list(trainer_pids(owner.pid))
+        pids = rank_pids(owner.pid)
         assert len(pids) == 1
         assert [address for pid in pids for address in listening(pid)] == []
         owner.kill()
-    wait_until_gone(pids)
+    assert asyncio.run(gone(pids))
 
 
 # Stands for rank 0: answers late for another iteration, then for this one unless it is sent anything more, then sleeps.

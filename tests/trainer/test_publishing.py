@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from makers import MakeModel, MakeSample, MakeSettings, MakeTrainer
+from makers import MakeBatch, MakeModel, MakeSettings, MakeTrainer
+from rank_groups import save
 from transformers import AutoModelForCausalLM
 
 from spot_async.errors import TrainerError
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.trainer.messages import Batch
 
 LONGEST_S = 20.0
 
 
-@pytest.fixture
-def batch(supervision: MakeSample) -> Callable[[int], Batch]:
-    return lambda iteration: Batch(iteration, tuple(supervision(8 * iteration + i, 5 + i) for i in range(8)))
-
-
 def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
-    student_trainer: MakeTrainer, batch: Callable[[int], Batch], monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, small_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = student_trainer(publishes_beside=True)
     happened: list[str] = []
@@ -50,18 +44,14 @@ def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
     monkeypatch.setattr(trainer._publisher, "publish", slow_publish)
     monkeypatch.setattr(trainer._strategy, "clip_grad_norm", clipped)
     monkeypatch.setattr(trainer._optimizer, "step", stepped)
-    trainer.train(batch(0))
-    trainer.train(batch(1))
+    trainer.train(small_batch(0))
+    trainer.train(small_batch(1))
     trainer._publisher.wait()
     assert happened == ["gradients", "step", "gradients", "written", "step", "written"]
 
 
 def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
-    student_trainer: MakeTrainer,
-    student: Path,
-    tmp_path: Path,
-    batch: Callable[[int], Batch],
-    monkeypatch: pytest.MonkeyPatch,
+    student_trainer: MakeTrainer, student: Path, tmp_path: Path, small_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = student_trainer(publishes_beside=True, merged_every=0, lora={"rank": 2, "alpha": 4})
     publish = trainer._publisher.publish
@@ -72,19 +62,16 @@ def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
         publish(*given, **choices)  # type: ignore[arg-type]
 
     monkeypatch.setattr(trainer._publisher, "publish", slow_publish)
-    snapshot = trainer.train(batch(0)).snapshot
-    said: list[str] = []
+    snapshot = trainer.train(small_batch(0)).snapshot
     threading.Timer(0.5, may_write.set).start()
-    trainer.begin_to_save(tmp_path / "checkpoint", lambda seconds, reason: said.append(reason))
-    trainer._saver.wait()
-    assert said == [""]
+    assert save(trainer, tmp_path / "checkpoint") == ""
     AutoModelForCausalLM.from_pretrained(snapshot.directory)
     peft = pytest.importorskip("peft")
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), f"{snapshot.directory}/adapter")
 
 
 def test_names_beside_published_weights_that_are_not_the_run_s_are_left_alone(
-    student_trainer: MakeTrainer, tmp_path: Path, batch: Callable[[int], Batch]
+    student_trainer: MakeTrainer, tmp_path: Path, small_batch: MakeBatch
 ) -> None:
     weights = tmp_path / "weights"
     others = ["step-000001-good", "step-1", ".step-good", "step-000001 (1)"]
@@ -93,13 +80,13 @@ def test_names_beside_published_weights_that_are_not_the_run_s_are_left_alone(
     (weights / "step-000000").symlink_to("nowhere")
     trainer = student_trainer(keep_weights=2)
     for iteration in range(4):
-        trainer.train(batch(iteration))
+        trainer.train(small_batch(iteration))
     left = sorted(each.name for each in weights.iterdir())
     assert left == sorted([*others, "step-000000", "step-000003", "step-000004"])
 
 
 def test_a_failed_write_stops_the_next_step(
-    student_trainer: MakeTrainer, batch: Callable[[int], Batch], monkeypatch: pytest.MonkeyPatch
+    student_trainer: MakeTrainer, small_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: object, **choices: object) -> None:
         raise TrainerError("cannot publish weights: No space left on device")
@@ -107,16 +94,16 @@ def test_a_failed_write_stops_the_next_step(
     trainer = student_trainer(publishes_beside=True)
     monkeypatch.setattr(trainer._publisher, "publish", full)
     monkeypatch.setattr(trainer._optimizer, "step", steps := Mock(wraps=trainer._optimizer.step))
-    trainer.train(batch(0))
+    trainer.train(small_batch(0))
     assert steps.call_count == 1
     with pytest.raises(TrainerError, match="No space left"):
-        trainer.train(batch(1))
+        trainer.train(small_batch(1))
     assert steps.call_count == 1
 
 
 @pytest.mark.long
 async def test_weights_written_beside_the_next_step_are_those_written_before_it(
-    student: Path, tmp_path: Path, trainer_settings: MakeSettings, batch: Callable[[int], Batch]
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, small_batch: MakeBatch
 ) -> None:
     files = []
     for is_beside in (False, True):
@@ -124,7 +111,7 @@ async def test_weights_written_beside_the_next_step_are_those_written_before_it(
             student, tmp_path / str(is_beside), publishes_beside=is_beside, ranks=2, keep_weights=4
         )
         async with TrainerProcess(settings) as trainer:
-            reports = [await trainer.train(iteration, batch(iteration).samples) for iteration in range(3)]
+            reports = [await trainer.train(iteration, small_batch(iteration).samples) for iteration in range(3)]
             assert await trainer.published(3)  # without having asked for the others
         files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
     assert files[0] == files[1]
@@ -132,15 +119,11 @@ async def test_weights_written_beside_the_next_step_are_those_written_before_it(
 
 @pytest.mark.parametrize("odd", [{"temperature": 0.6}, {"do_sample": False, "top_k": 20}, {"pad_token_id": -1}])
 def test_settings_that_transformers_reads_and_does_not_write_are_published_as_given(
-    make_trainer: MakeTrainer,
-    random_model: MakeModel,
-    tmp_path: Path,
-    batch: Callable[[int], Batch],
-    odd: dict[str, object],
+    make_trainer: MakeTrainer, random_model: MakeModel, tmp_path: Path, small_batch: MakeBatch, odd: dict[str, object]
 ) -> None:
     student = random_model()
     (student / "generation_config.json").write_text(given := json.dumps({"eos_token_id": 1} | odd))
-    published = Path(make_trainer(student, tmp_path).train(batch(0)).snapshot.directory)
+    published = Path(make_trainer(student, tmp_path).train(small_batch(0)).snapshot.directory)
     assert (published / "generation_config.json").read_text() == given
     AutoModelForCausalLM.from_pretrained(published)
 
