@@ -81,10 +81,12 @@ def test_a_fault_is_found_before_a_server_starts_by_the_line_of_the_run(fault: s
     assert not has_line or line_of(fault) in line
 
 
-@pytest.mark.parametrize("fault", ["KnowsTwoVerdicts", "KnowsShortResponses"])
-def test_what_it_cannot_see(fault: str) -> None:
+@pytest.mark.parametrize(
+    "given", [["KnowsTwoVerdicts"], ["KnowsShortResponses"], ["WrongAttribute", "run.rehearsal=false"]]
+)
+def test_what_it_cannot_see_and_what_a_key_leaves_out(given: list[str]) -> None:
     """Verdicts other than right and wrong, and responses longer than twelve tokens."""
-    assert rehearsed(fault) == []
+    assert rehearsed(*given) == []
 
 
 @pytest.mark.parametrize(
@@ -125,10 +127,6 @@ def test_one_that_freezes_numbers_of_the_student_is_told_where_if_they_grow_old(
         [f"policy {policy} {what}, at {SOURCE}:{line}"] if what else []
     )
     assert rehearsed(policy) == []
-
-
-def test_a_key_leaves_it_out() -> None:
-    assert rehearsed("WrongAttribute", "run.rehearsal=false") == []
 
 
 def test_two_rehearsals_are_equal_and_of_policies_of_their_own_on_the_runs_first_prompts() -> None:

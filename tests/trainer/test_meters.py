@@ -21,6 +21,7 @@ from makers import MakeModel, MakeSample, MakeSettings, MakeTrainer
 from metrics_page import of_area, scrape
 from rich.console import Console
 from run_files import make_run
+from small_runs import NAMED
 from torch.utils.flop_counter import FlopCounterMode
 
 from spot_async.backends.shared.launch import free_port
@@ -283,16 +284,7 @@ def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
     files = make_run(tmp_path / "run")
     screen, port = io.StringIO(), free_port()
     stages = SimpleNamespace(all=(), tokens_generated=0)
-    config = validate(
-        {
-            "student": {"model": "s"},
-            "teacher": {"model": "t"},
-            "data": {"train": "train.jsonl"},
-            "policy": "opd",
-            "training": {"iterations": 1, "batch_size": 1, "mini_batch_size": 1},
-            "telemetry": {"prometheus_port": port, "tensorboard": True},
-        }
-    )
+    config = validate(NAMED | {"telemetry": {"prometheus_port": port, "tensorboard": True}})
     with open_sinks(config, files.path) as sinks:
         RunLog(RunDirectory(files.path), stages, sinks).on(finished)
         RunConsole(Console(file=screen, width=200), iterations=1).on(finished)

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import NAMED
 
 import spot_async.trainer.nodes.joined as joined
 import spot_async.trainer.nodes.joining as joining
 from spot_async.base.processes.child import ChildProcess
 from spot_async.config import Config
+from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE
 from spot_async.trainer.nodes.connection import reachable_address
@@ -163,17 +165,8 @@ def short_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_config() -> Callable[..., Config]:
     def make(**keys: Any) -> Config:
-        return Config.model_validate(
-            {
-                "student": {"model": "s"},
-                "data": {"train": "p.jsonl"},
-                "policy": {"kind": "opd"},
-                "teacher": {"model": "t"},
-                "training": {"iterations": 1, "ranks": 2},
-                "cluster": {"join_timeout_s": 30.0},
-                **keys,
-            }
-        )
+        own = {"training": {"iterations": 1, "ranks": 2}, "cluster": {"join_timeout_s": 30.0}}
+        return validate({**NAMED, **own, **keys})
 
     return make
 

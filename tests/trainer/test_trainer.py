@@ -21,10 +21,11 @@ import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
 from spot_async.models.responses import counted_tokens
+from spot_async.terms import written
 from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Pull, SoftTargets, WeightVersion
+from spot_async.types import Pull, WeightVersion
 
 VOCAB = 50
 METRICS = of_area("train") - {"loss_entropy"}  # which is of an entropy bonus alone
@@ -270,23 +271,14 @@ def test_culprits_are_looked_for_with_the_log_probabilities_that_were_trained_on
     assert "problem-3" not in str(caught.value)
 
 
-def one_target(position: int, token_id: int) -> SoftTargets:
-    return SoftTargets(
-        positions=np.array([position], np.int32),
-        token_ids=np.array([[token_id]], np.int32),
-        probabilities=np.ones((1, 1), np.float32),
-        weights=np.ones(1, np.float32),
-    )
-
-
 @pytest.mark.parametrize(
     ("tokens", "changes", "complaint"),
     [
         (4, {"pulls": (Pull(logprobs=np.zeros(3, np.float32)),)}, "pulls.logprobs have shape (3,) instead of (4,)"),
         (4, {"reference_logprobs": None}, "reference_kl"),
         (0, {}, "empty"),
-        (4, {"soft_targets": (one_target(position=4, token_id=0),)}, "positions are not all in 0 to 3"),
-        (4, {"soft_targets": (one_target(position=0, token_id=VOCAB),)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
+        (4, {"soft_targets": (written(np.zeros(5, np.int32)),)}, "positions are not all in 0 to 3"),
+        (4, {"soft_targets": (written(np.array([VOCAB], np.int32)),)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
     ],
 )
 def test_malformed_samples_are_named_before_anything_is_trained(
