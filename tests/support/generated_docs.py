@@ -137,7 +137,11 @@ def _core_sections() -> Iterator[str]:
         yield f"## {', '.join(f'`{name}`' for name in names)}\n"
         yield "\n".join(_about(name, Config.model_fields[name]) for name in names) + "\n"
         default = defaults.get(names[0])
-        yield _also(section) + _table(_rows(section, default if isinstance(default, BaseModel) else None))
+        given = default if isinstance(default, BaseModel) else None
+        base = next((each for each in shared if each is not section and issubclass(section, each)), None)
+        also = f"Also the keys of [`{shared[base][0]}`](#{'-'.join(shared[base])}).\n\n" if base else _also(section)
+        own = set(section.model_fields) - set(base.model_fields if base else ())
+        yield also + _table(_rows(section, given, only=own))
 
 
 def _shared_sections() -> Iterator[str]:
