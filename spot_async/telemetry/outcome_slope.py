@@ -258,7 +258,7 @@ class OutcomeHistory:
         if whole.is_firm and whole.decisive[0] < whole.decisive[1]:
             return (
                 f"this teacher's advice does not point to right answers: {whole}. Copying it makes none likelier; "
-                "outcomes may (policy.kind: spot or grpo)"
+                "outcomes may: spot and grpo learn from them"
             )
         (once, error), (now, error_now) = before.decisive, recent.decisive
         if recent.is_firm and once > 3 * error and now + 2 * error_now < SPENT * once:
