@@ -444,7 +444,7 @@ def make_trainer(
 
 @pytest.fixture
 def student_trainer(make_trainer: MakeTrainer, student: Path, tmp_path: Path) -> MakeTrainer:
-    """The same of the file's student, in a folder of the test's own: `student_trainer("a folder in it", **choices)`."""
+    """Makes trainers of the `student`, in the test's folder or one in it: `student_trainer("its name", **choices)`."""
     return lambda name="", **choices: make_trainer(student, tmp_path / name, **choices)
 
 

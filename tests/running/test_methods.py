@@ -44,6 +44,12 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
     assert needs.samples_per_prompt == (8 if kind == "grpo" else 1)
 
 
+def test_experiments_start_from_the_papers_target_where_the_quickstart_has_a_baseline():
+    found = {name: load_config(CONFIGS / f"{name}.yaml").policy.baseline for name in ("spot", "baseline")}
+    assert found == {"spot": 0.0, "baseline": 0.8}
+    assert load_config(ROOT / "experiments/tokenizers/spot.yaml").policy.baseline == 0.0
+
+
 @pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot", "baseline"])
 def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypatch):
     monkeypatch.setattr("spot_async.running.services.available_cores", lambda: frozenset({0, 1}))
