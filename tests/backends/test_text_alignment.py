@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from spot_async.backends.openai.text_alignment import align, as_text
 from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
@@ -22,8 +23,7 @@ PADDED_TO = 8  # ids of the softmax beyond the tokenizer's
 
 def make_tokenizer() -> Any:
     """Every byte, longer pieces that overlap in every way, bytes of characters joined with others, two specials."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    to_level = {byte: char for char, byte in byte_of(alphabet).items()}
+    letters = bytes_to_unicode()
     pieces = [word.encode() for word in WORDS] + [
         b"a\xe4",
         b"\xb8\x96",
@@ -33,20 +33,13 @@ def make_tokenizer() -> Any:
         b"\x96\xe7",
         b"\xe4\xb8",
     ]
-    names = alphabet + ["".join(to_level[byte] for byte in piece) for piece in pieces if len(piece) > 1]
+    names = sorted(letters.values()) + ["".join(letters[byte] for byte in piece) for piece in pieces if len(piece) > 1]
     vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=SPECIAL[0], bos_token=SPECIAL[1])
     return tokenizer
-
-
-def byte_of(alphabet: list[str]) -> dict[str, int]:
-    """GPT-2's byte-level alphabet, found by encoding each byte's character anew: `tokenizers` gives it no other way."""
-    visible = [char for char in alphabet if ord(char) < 256]
-    hidden = [byte for byte in range(256) if chr(byte) not in visible]
-    return {char: ord(char) for char in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
 TOKENIZER = make_tokenizer()

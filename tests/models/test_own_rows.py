@@ -28,11 +28,6 @@ def says(pair: OwnTokens, row: dict[str, float], own_logprobs: list[float]) -> T
     return token_scores(own_logprobs, topk_ids=ids, topk_logprobs=logprobs)
 
 
-def unknown(said: TokenScores) -> TokenScores:
-    """The same of a server that cannot name the tokens of its rows."""
-    return msgspec.structs.replace(said, rows=np.zeros(len(said.logprobs), np.bool_))
-
-
 def row_at(pair: OwnTokens, scores: TokenScores, at: int) -> dict[str, float]:
     """The probabilities of the student's tokens at a position. What no token fills stands at the end."""
     ids, logprobs, names = scores.topk_ids[at].tolist(), scores.topk_logprobs[at].tolist(), pair.student.table.names
@@ -102,7 +97,8 @@ def test_each_candidates_mass_is_at_the_first_token_that_the_student_has_for_it(
     scores = pair.scores(said, reading, 3)
     assert row_at(pair, scores, at) == pytest.approx(found)
     assert scores.known_rows[at] == is_row
-    assert not pair.scores(unknown(said), reading, 3).known_rows.any()
+    unnamed = msgspec.structs.replace(said, rows=np.zeros(len(said.logprobs), np.bool_))
+    assert not pair.scores(unnamed, reading, 3).known_rows.any()
     assert np.array_equal(pair.scores(said, reading, 1).topk_ids, scores.topk_ids[:, :1])
     cells = np.array([*found.values(), max(1e-12, 1 - sum(found.values()))])
     assert scores.entropy_lower[at] == pytest.approx(-(cells * np.log(cells)).sum(), abs=1e-5)
@@ -120,7 +116,6 @@ def test_rows_are_those_of_the_text_if_the_teacher_draws_its_tokens_independentl
     assert [pair.teacher.table.names[token_id] for token_id in reading.ids.tolist()[:-1]] == words
     said = says(pair, NUMBERED, [*(math.log(NUMBERED[word]) for word in words), 0.0])
     scores = pair.scores(said, reading, 4)
-    assert not pair.scores(unknown(said), reading, 4).known_rows.any()
     places = [(word, length) for word in words for length in range(1, len(word) + 1)]
     for position, (word, length) in enumerate(places, 1):
         begun = {name: mass for name, mass in NUMBERED.items() if name.startswith(word[:length])}

@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import re
-import subprocess
 import time
 import unicodedata
 from functools import cache
@@ -67,7 +66,7 @@ class Side:
     """A tokenizer, its tables, and each text in its tokens."""
 
     def __init__(self, name: str) -> None:
-        self.tokenizer = wheel_tokenizer(packages(), name)
+        self.tokenizer = wheel_tokenizer(next(Path(PYTHON).parents[1].glob("lib/*/site-packages")), name)
         self.encoder = Encoder(self.tokenizer, len(self.tokenizer))
         self.table = self.encoder.table
         self.end: int = self.tokenizer.eos_token_id
@@ -92,19 +91,6 @@ class Side:
 side = cache(Side)
 
 
-@cache
-def packages() -> Path:
-    """Return the folder in which the packages are installed."""
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(subprocess.run([PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
-
-
-@cache
-def pair_of(student: str, teacher: str) -> OwnTokens:
-    one, other = side(student), side(teacher)
-    return OwnTokens(one.encoder, other.encoder, student_ends=[one.end], teacher_ends=[other.end])
-
-
 def counts(reading: Reading, is_digit: BoolArray) -> list[int]:
     """Return how many tokens there are, are unknown, are one to one with a teacher's, are digits, and both of these."""
     is_known = reading.ours != UNKNOWN
@@ -119,7 +105,8 @@ def test_chunks_tile_both_sides_have_equal_bytes_and_cannot_be_cut_further(
     student: str, teacher: str, apart: float
 ) -> None:
     """`apart` of the student's tokens are cut in two, so that it wrote what its tokenizer would not."""
-    one, other, pair, draw = side(student), side(teacher), pair_of(student, teacher), random.Random(1)
+    one, other, draw = side(student), side(teacher), random.Random(1)
+    pair = OwnTokens(one.encoder, other.encoder, student_ends=[one.end], teacher_ends=[other.end])
     sums, longest, seconds = np.zeros(5, np.int64), 0, 0.0
     for text, written in zip(texts(), one.written, strict=True):
         ids = [part for each in written for part in (one.apart(each, draw) if draw.random() < apart else [each])]

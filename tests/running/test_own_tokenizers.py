@@ -76,15 +76,9 @@ async def test_a_response_that_is_cut_into_other_tokens_is_worth_what_the_model_
     def read_in_letters(self: OwnTokens, *given: Any) -> Reading:
         reading = read(self, *given)
         parts = cut(reading.ids.tolist())
-        ids, theirs, starts = (
-            np.array([*chain.from_iterable(each)], np.int32)
-            for each in (
-                parts,
-                ([chunk] * len(part) for chunk, part in zip(reading.theirs.tolist(), parts, strict=True)),
-                (range(len(part)) for part in parts),
-            )
-        )
-        return dataclasses.replace(reading, ids=ids, theirs=theirs, their_starts=starts)
+        lengths = [len(part) for part in parts]
+        ids, starts = (np.array([*chain(*each)], np.int32) for each in (parts, map(range, lengths)))
+        return dataclasses.replace(reading, ids=ids, theirs=np.repeat(reading.theirs, lengths), their_starts=starts)
 
     monkeypatch.setattr(OwnTokens, "read", read_in_letters)
     teacher = {"model": models["teacher"], "tokenizer": "own"}

@@ -5,54 +5,43 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from only_teacher import only
+from recorder import Recorder
 from tiny_tokenizers import KINDS, PAIRS, response
 
 from spot_async.config import SamplingConfig
 from spot_async.replicas.leasing import Lease, LeaseRequest, OneService
 from spot_async.run_directory.samples import SampleRecord
-from spot_async.stages.services import Services, StagesSettings, TeacherService
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import BoundStages, Stages
-from spot_async.stages.teachers import NOTHING_SCORED
-from spot_async.testing.services import capabilities, generation
+from spot_async.testing.services import capabilities
 from spot_async.tools.inspect.view import token_label
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 PROMPT = Prompt(ordinal=0, problem=Problem(id="p", text="", answer="1"), token_ids=np.arange(4, dtype=np.int32))
 
 
-class Teacher(OneService[Any]):
-    """Notes what it is asked, and what a request may take of its limits."""
+class Counting(OneService[Any]):
+    """Notes what each request may take of a limit of tokens."""
 
-    def __init__(self) -> None:
-        super().__init__(self)
-        self.scored: list[list[int]] = []
-        self.most: list[int] = []
+    def __init__(self, server: Any) -> None:
+        super().__init__(server)
         self.counted: list[int] = []
 
     async def lease(self, request: LeaseRequest) -> Lease[Any]:
         self.counted.append(request.tokens)
         return await super().lease(request)
 
-    async def score(self, request: Any, *, top_k: int) -> Any:
-        self.scored.append(request.response_ids.tolist())
-        return msgspec.structs.replace(NOTHING_SCORED, logprobs=np.zeros(len(request.response_ids), np.float32))
 
-    async def generate(self, prompt_ids: Any, sampling: Any, **given: Any) -> Any:
-        self.most.append(sampling.max_tokens)
-        return generation(np.full(sampling.max_tokens, 65), finish_reason="length")
-
-
-def asking(teacher: Teacher, pair: Any, context: int) -> BoundStages:
+def asking(teacher: Any, pair: Any, context: int) -> BoundStages:
     vocabulary: Any = SimpleNamespace(end_token_ids=(KINDS["bytes"].eos_token_id,))
-    student: Any = teacher
     services = Services(
-        student=student,
-        verifier=student,
+        student=teacher,
+        verifier=teacher,
         vocabulary=vocabulary,
-        teachers={"": TeacherService(server=teacher, vocabulary=vocabulary, own_tokens=pair)},
+        teachers=only(teacher, vocabulary=vocabulary, own_tokens=pair),
         capabilities={"teacher": capabilities(9, max_context_tokens=context)},
     )
     needs = PolicyNeeds(teacher_top_k=1, asked_top_k=0, teacher_responses=1)
@@ -61,7 +50,7 @@ def asking(teacher: Teacher, pair: Any, context: int) -> BoundStages:
 
 
 async def test_it_is_asked_for_whole_chunks_that_have_room_in_its_context_and_for_nothing_of_no_text() -> None:
-    teacher = Teacher()
+    teacher = Recorder()
     stages = asking(teacher, PAIRS["words", "bytes"], context=10)
     for written in (response("words", "sum the theorem"), np.full(8, len(KINDS["words"]), np.int32)):
         await stages.score(written, top_k=0)
@@ -70,31 +59,23 @@ async def test_it_is_asked_for_whole_chunks_that_have_room_in_its_context_and_fo
 
 @pytest.mark.parametrize(("student", "teacher"), [("words", "bytes"), ("bytes", "words")])
 async def test_limits_of_tokens_count_those_that_the_teacher_reads(student: str, teacher: str) -> None:
-    asked = Teacher()
+    asked = Counting(Recorder())
     await asking(asked, PAIRS[student, teacher], context=99).score(response(student, "the sum is"), top_k=0)
     assert asked.counted == [len(PROMPT.token_ids) + len(response(teacher, "the sum is"))]
 
 
 @pytest.mark.parametrize(("context", "most"), [(100, 8), (10, 6), (7, 4)])
 async def test_it_may_write_more_tokens_than_the_student_as_far_as_its_context_allows(context: int, most: int) -> None:
-    teacher = Teacher()
+    teacher = Recorder(says=[65] * most)
     written = await asking(teacher, PAIRS["bytes", "bytes"], context).teacher_response()
-    assert teacher.most == [most]
+    assert [sampling.max_tokens for _, sampling in teacher.generated] == [most]
     assert len(written.token_ids) == 4, "and what is too long for the student is cut"
 
 
 def test_inspect_shows_a_chunks_difference_at_each_of_its_tokens() -> None:
-    sample = msgspec.convert(
-        {
-            "iteration": 1,
-            "problem_id": "p",
-            "verdict": "correct",
-            "response_ids": [5, 6, 7],
-            "behavior_logprobs": [-1.0, -1.0, -2.0],
-            "teacher_logprobs": [-0.5, -0.25, -2.5],
-            "teacher_chunks": [0, 0, 1],
-        },
-        SampleRecord,
+    said, own = [-0.5, -0.25, -2.5], [-1.0, -1.0, -2.0]
+    sample = SampleRecord(
+        iteration=1, response_ids=[5, 6, 7], behavior_logprobs=own, teacher_logprobs=said, teacher_chunks=[0, 0, 1]
     )
     for position in (0, 1):
         assert "advantage +1.250 of tokens 0 to 1 together" in token_label(sample, position, "x")

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, groupby
+from operator import itemgetter
+
 import numpy as np
 
 from spot_async.models.chunks import UNKNOWN, Reading
 from spot_async.models.token_bytes import TokenBytes
 from spot_async.types import IntArray
-
-
-def chunks_of(tokens: list[bytes], others: list[bytes]) -> list[tuple[int, int]]:
-    """How many tokens of both sides end together, one after the other: by the definition, token by token."""
-    found, position, other = [], 0, 0
-    ours = theirs = b""
-    while position < len(tokens) or other < len(others):
-        if len(ours) <= len(theirs) and position < len(tokens):
-            ours += tokens[position]
-            position += 1
-        else:
-            theirs += others[other]
-            other += 1
-        if ours == theirs:
-            found.append((position, other))
-    return found
 
 
 def assert_laws(
@@ -34,11 +21,16 @@ def assert_laws(
     assert (reading.ours[: len(known)] == known).all(), "what is unknown stands at the end"
     assert len(reading.ours) == len(response)
     assert len(reading.ids) == len(reading.theirs)
-    ours, theirs = (
-        [b"end" if token_id == end else table.bytes_of[token_id] or b"" for token_id in ids.tolist()]
-        for end, table, ids in zip(ends, (student, teacher), (response[: len(known)], reading.ids), strict=True)
-    )
-    expected = chunks_of(ours, theirs)
-    counted = [(int((known <= chunk).sum()), int((reading.theirs <= chunk).sum())) for chunk in range(len(expected))]
-    assert counted == expected
-    assert known.max(initial=-1) == reading.theirs.max(initial=-1) == len(expected) - 1
+    sides = []
+    for end, table, ids, numbers in (
+        (ends[0], student, response[: len(known)], known),
+        (ends[1], teacher, reading.ids, reading.theirs),
+    ):
+        contents = [b"end" if token_id == end else table.bytes_of[token_id] or b"" for token_id in ids.tolist()]
+        chunks = groupby(zip(numbers.tolist(), contents, strict=True), key=itemgetter(0))
+        sides.append([(chunk, [content for _, content in tokens]) for chunk, tokens in chunks])
+    assert len(sides[0]) == len(sides[1])
+    for number, ((ours, one), (theirs, other)) in enumerate(zip(*sides, strict=True)):
+        assert ours == theirs == number
+        assert b"".join(one) == b"".join(other)
+        assert len({*accumulate(map(len, one))} & {*accumulate(map(len, other))}) == 1, "it ends where both do"

@@ -12,7 +12,7 @@ import shutil
 import string
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary
+from spot_async.base.tasks import Opened
 from spot_async.testing.services import capabilities, token_scores
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
@@ -55,23 +56,16 @@ def with_joined_tokens(directory: Path) -> Path:
     return directory
 
 
-class JoinedTeacher:
+class JoinedTeacher(Opened):
     """Scores joined tokens with a model that knows their parts."""
 
     class Settings(BackendSettings):
         parts: str = Field(description="directory of the model that knows the parts")
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
-        self._parts, self._directory = settings.parts, model
-        self._one_at_a_time = asyncio.Lock()
+        self._directory, self._one_at_a_time = model, asyncio.Lock()
         self._files, self._known = Vocabulary.load(Path(model)), Vocabulary.load(Path(settings.parts))
-
-    async def __aenter__(self) -> Self:
-        self._model = AutoModelForCausalLM.from_pretrained(self._parts, dtype=torch.float32)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
+        self._model = AutoModelForCausalLM.from_pretrained(settings.parts, dtype=torch.float32)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -131,9 +125,5 @@ class JoinedTeacher:
         return rows.log_softmax(-1)
 
     def _in_parts(self, ids: Any) -> list[int]:
-        return [part for token_id in ids.tolist() for part in self._parts_of(token_id)]
-
-    def _parts_of(self, token_id: int) -> list[int]:
-        name = self._files.tokenizer.convert_ids_to_tokens(token_id)
-        known = self._known.tokenizer.get_vocab()
-        return [known[name]] if name in known else [known[letter] for letter in name]
+        names, known = self._files.tokenizer.convert_ids_to_tokens(ids.tolist()), self._known.tokenizer.get_vocab()
+        return [known[part] for name in names for part in ([name] if name in known else name)]

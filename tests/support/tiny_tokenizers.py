@@ -61,9 +61,8 @@ TABLES = {kind: encoder.table for kind, encoder in ENCODERS.items()}
 
 def own(student: Any, teacher: Any, **settings: Any) -> OwnTokens:
     """A pair of tokenizers, or of their kinds."""
-    names = {id(tokenizer): kind for kind, tokenizer in KINDS.items()}
-    both = [KINDS.get(each, each) if isinstance(each, str) else each for each in (student, teacher)]
-    encoders = [ENCODERS[names[id(each)]] if id(each) in names else Encoder(each, len(each)) for each in both]
+    both = [KINDS[each] if isinstance(each, str) else each for each in (student, teacher)]
+    encoders = [ENCODERS[each] if isinstance(each, str) else Encoder(each, len(each)) for each in (student, teacher)]
     ends = {"student_ends": [both[0].eos_token_id], "teacher_ends": [both[1].eos_token_id]}
     return OwnTokens(*encoders, **(ends | settings))
 

@@ -15,21 +15,9 @@ from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import SpmConverter, TikTokenConverter, generate_merges, import_protobuf
 
-THREE_DIGITS = r"\p{N}{1,3}"
 CL100K = TikTokenConverter().pattern
-QWEN = CL100K.replace(THREE_DIGITS, r"\p{N}")
-LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-SHORT_FORM = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-O200K = "|".join(
-    [
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SHORT_FORM}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SHORT_FORM}",
-        THREE_DIGITS,
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+|\s+(?!\S)|\s+",
-    ]
-)
-NAMES = ("qwen", "deepseek", "tekken", "mistral_v1", "cl100k", "o200k")
+QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+NAMES = ("qwen", "deepseek", "tekken", "mistral_v1", "cl100k")
 
 
 def wheel_tokenizer(packages: Path, name: str) -> Any:
@@ -45,10 +33,9 @@ def wheel_tokenizer(packages: Path, name: str) -> Any:
         tokenizer = _of_sentencepiece(packages / "mistral_common/data/tokenizer.model.v1")
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
     else:
-        address = f"https://openaipublic.blob.core.windows.net/encodings/{name}_base.tiktoken"
-        file = hashlib.sha1(address.encode()).hexdigest()
-        ranks = _ranks(packages / "litellm/litellm_core_utils/tokenizers" / file)
-        tokenizer = _of_ranks(ranks, {"cl100k": CL100K, "o200k": O200K}[name])
+        address = b"https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
+        file = hashlib.sha1(address).hexdigest()
+        tokenizer = _of_ranks(_ranks(packages / "litellm/litellm_core_utils/tokenizers" / file), CL100K)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
