@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from spot_async.base.files import decoded_lines, lines_of, read_json, reading
+from spot_async.base.files import MAX_LINE_BYTES, decode_json, decoded_lines, lines_of, read_json, reading, whole_lines
 from spot_async.config import ROLES, leaves
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
@@ -234,22 +234,24 @@ class RunFiles:
 
     def spending(self) -> list[dict[str, Any]]:
         """Return what was spent at endpoints with prices, in the rows that `telemetry/run_log.py` writes."""
-        return _rows(self.path / "spending.jsonl", dict[str, Any])
+        return list(_rows(self.path / "spending.jsonl", dict[str, Any]))
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the prompts that were given up, in that order."""
-        return _rows(self.path / FILE_NAME, DeadLetter)
+        return list(_rows(self.path / FILE_NAME, DeadLetter))
 
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
         """Return a sample's number and record. `wanted` is a number, or a problem's id for its latest sample.
 
         Raises DataError if there is none.
         """
-        path, rows = self.path / SAMPLES, self.samples.read()
-        if not rows:
+        path = self.path / SAMPLES
+        for number, line in enumerate(whole_lines(path) if wanted.isdecimal() else ()):
+            if wanted == str(number):
+                return number, decode_json(line, SampleRecord, f"{path}: sample {number}", MAX_LINE_BYTES)
+        if not (rows := self.samples.read()):
             raise DataError(f"{path}: no samples: {self.samples_rhythm()}")
-        named = [number for number in range(len(rows)) if wanted == str(number)] or self.samples.of_problem(wanted)
-        if not named:
+        if not (named := self.samples.of_problem(wanted)):
             raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {len(rows) - 1}, or a problem's id")
         return named[-1], self.samples.record(named[-1], SampleRecord)
 
@@ -300,14 +302,14 @@ def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
             candidate.token = text
 
 
-def _rows(path: Path, kind: type[T]) -> list[T]:
+def _rows(path: Path, kind: type[T]) -> Iterator[T]:
     """Return all lines of a file that is held as a whole. Raises DataError if it has too many bytes or values."""
     if not path.exists():
-        return []
+        return
     if path.stat().st_size > MAX_BYTES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_BYTES_OF_ROWS:,} bytes")
     with reading(path):
         values = sum(line.count(b",") + line.count(b"[") + line.count(b"{") for line in lines_of(path))
     if values > MAX_VALUES_OF_ROWS:
         raise DataError(f"{path}: has more than {MAX_VALUES_OF_ROWS:,} values")
-    return [row for _, _, row in decoded_lines(path, kind)]
+    yield from (row for _, _, row in decoded_lines(path, kind))

@@ -5,9 +5,9 @@ Whoever shows a sample reads its line once more. Every field that a policy may l
 
 from __future__ import annotations
 
-import sys
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,7 +117,7 @@ class SampleStatistics:
         self.failed_turns.update((kind, text) for _, kind, text in sample.failed_turns)
 
 
-class SampleRow(msgspec.Struct, frozen=True, gc=False):
+class SampleRow(msgspec.Struct, frozen=True, array_like=True):
     """What lists need of a sample, and where its line begins."""
 
     offset: int
@@ -130,26 +130,47 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     retained: int  # how many of them were kept
 
 
+class SampleRows:
+    """Rows as msgpack: a run may have a million, which take 50 MB so."""
+
+    def __init__(self) -> None:
+        self._packed, self._ends = bytearray(), array("q", [0])
+
+    def append(self, row: SampleRow) -> None:
+        self._packed += msgspec.msgpack.encode(row)
+        self._ends.append(len(self._packed))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> SampleRow:
+        packed = memoryview(self._packed)[self._ends[number] : self._ends[number + 1]]
+        return msgspec.msgpack.decode(packed, type=SampleRow)
+
+    def __iter__(self) -> Iterator[SampleRow]:
+        return map(self.__getitem__, range(len(self)))
+
+
 class SampleTable:
     """The samples of a run, in the order in which they were trained."""
 
     def __init__(self, path: Path) -> None:
         self.statistics = SampleStatistics()
         self._path = path
-        self._rows: list[SampleRow] = []
+        self._rows = SampleRows()
         self._read_bytes = 0
 
-    def read(self) -> Sequence[SampleRow]:
+    def read(self) -> SampleRows:
         """Return a row of each. Those that were read before are not read again, unless the run went back since."""
         if self._path.exists() and self._path.stat().st_size < self._read_bytes:
-            self.statistics, self._rows, self._read_bytes = SampleStatistics(), [], 0
+            self.statistics, self._rows, self._read_bytes = SampleStatistics(), SampleRows(), 0
         for offset, size, sample in decoded_lines(self._path, SampleSummary, self._read_bytes):
             scores = [score for score in sample.acquisition_score or () if score is not None]
             row = SampleRow(
                 offset,
                 sample.iteration,
-                sys.intern(sample.problem_id),
-                sys.intern(sample.verdict),
+                sample.problem_id,
+                sample.verdict,
                 len(sample.response_ids),
                 max(scores, default=None),
                 len(sample.branches),

@@ -133,16 +133,15 @@ class RunConsole:
     def _show_iteration(self, result: IterationFinished) -> None:
         means = result.means
         of_teacher = slope_words(outcome_metrics(result.samples))
-        self._accuracy = " · ".join(
-            filter(None, [accuracy_words(means), domain_words(means), of_teacher, masked_words(means)])
-        )
+        masked = f"masked {percent(share, 1)}" if (share := masked_share([means])) else ""
+        self._accuracy = " · ".join(filter(None, [accuracy_words(means), domain_words(means), of_teacher, masked]))
         self._accuracies += [means["rollout/accuracy"]] if "rollout/accuracy" in means else []
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
         if not is_trained(result.samples):
             self.warn(no_step_words(result))
         train = result.report.metrics
-        self._lag = lag_words(train)
+        self._lag = f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max" if "lag_mean" in train else ""
         words = performance_words(result.report.performance)
         self._performance = f"trainer: {words}" if words else ""
         if self.console.is_interactive and result.iteration % (self._iterations // LINES + 1):
@@ -210,13 +209,6 @@ class RunConsole:
         return Text("\n".join(" · ".join(line) for line in ([accuracy, f"{rate:,.0f} tokens/s", *weights], waits)))
 
 
-def lag_words(train: Mapping[str, float]) -> str:
-    """Return how old the weights were that sampled an iteration's tokens; empty where none was older than those."""
-    if "lag_mean" not in train:
-        return ""
-    return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
-
-
 def domain_words(means: Mapping[str, float]) -> str:
     """Return the accuracy in each domain, and each of several teachers' entropy and pull; empty without either."""
     domains = of_each([means], "rollout", "accuracy")
@@ -235,12 +227,6 @@ def slope_words(outcomes: Mapping[str, float]) -> str:
         if slope is not None and error is not None:
             said.append(f"{area.replace('/', ' ')} to right answers {slope:+.2f} ± {error:.2f}")
     return ", ".join(said)
-
-
-def masked_words(means: Mapping[str, float]) -> str:
-    """Return which share of the positions the teacher masked; empty if none."""
-    share = masked_share([means])
-    return f"masked {percent(share, 1)}" if share else ""
 
 
 def no_step_words(result: IterationFinished) -> str:

@@ -9,7 +9,7 @@ is pending: a resumed run makes it again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +50,9 @@ def verify(path: Path) -> Verification:
     if step > len(rows):  # each iteration has a prompt
         raise DataError(f"{path}: its newest checkpoint is of iteration {step}, but {FILE} has {len(rows)} prompts")
     faults += batch_faults(rows, step, batch_size)
-    faults += _metric_faults(files, step)
+    trained = Counter(row["iteration"] for row in files.metrics())
+    twice_or_never = [iteration for iteration in range(1, step + 1) if trained[iteration] != 1]
+    faults += [f"metrics.jsonl has {trained[iteration]} rows of iteration {iteration}" for iteration in twice_or_never]
     epochs: list[Counter[str]] = []
     seen: Counter[str] = Counter()
     for row in rows:  # an epoch has each problem once
@@ -83,11 +85,3 @@ def _read_checkpoints(path: Path) -> tuple[int, list[str]]:
         except DataError as fault:
             faults.append(str(fault))
     return step, faults
-
-
-def _metric_faults(files: RunFiles, step: int) -> Iterator[str]:
-    """Yield where metrics.jsonl does not have each trained iteration once."""
-    counted = Counter(row["iteration"] for row in files.metrics())
-    for iteration in range(1, step + 1):
-        if counted[iteration] != 1:
-            yield f"metrics.jsonl has {counted[iteration]} rows of iteration {iteration}"

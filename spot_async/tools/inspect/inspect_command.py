@@ -37,12 +37,13 @@ def list_samples(
     if verdict is not None and verdict not in list(Verdict):
         raise ConfigError(f"--verdict {verdict}: no such verdict; it is one of {', '.join(Verdict)}")
     files = training_run(run)
+    finished = {int(row["iteration"]) for row in files.metrics()}
     rows = files.samples.read()
     sampled = {row.iteration for row in rows}
     if not sampled:
         early = f"; {visible(early[0].lower() + early[1:])}" if (early := files.early_end()) else ""
         raise DataError(f"{run}: no samples: {files.samples_rhythm()}{early}")
-    last = max(sampled | {int(row["iteration"]) for row in files.metrics()})
+    last = max(sampled | finished)
     if iteration is not None and not 1 <= iteration <= last:
         raise ConfigError(f"--iteration {iteration}: the run has 1 to {last}")
     if iteration is not None and iteration not in sampled:

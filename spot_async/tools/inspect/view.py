@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from spot_async.base.text import counted, visible
 from spot_async.models.chunks import UNKNOWN
-from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleRow
+from spot_async.run_directory.samples import Branch, Candidate, SampleRecord, SampleRows
 from spot_async.tools.pages.page import Links, filled
 
 Palette = Literal["score", "advantage", "surprise"]
@@ -261,12 +261,8 @@ def chunk_at(sample: SampleRecord, position: int) -> tuple[int, int]:
     chunks = sample.teacher_chunks or ()
     if len(chunks) != len(sample.response_ids) or chunks[position] == UNKNOWN:
         return position, position
-    first = last = position
-    while first and chunks[first - 1] == chunks[position]:
-        first -= 1
-    while last + 1 < len(chunks) and chunks[last + 1] == chunks[position]:
-        last += 1
-    return first, last
+    first = chunks.index(chunks[position])
+    return first, first + chunks.count(chunks[position]) - 1
 
 
 def difference(sample: SampleRecord, position: int) -> float | None:
@@ -373,7 +369,7 @@ HEADINGS = ("sample", "iteration", "problem", "verdict", "tokens", "highest scor
 
 
 def samples_page(
-    name: str, samples: Sequence[SampleRow], linked: Sequence[int], what: str, folder: str = "", links: Links = ()
+    name: str, samples: SampleRows, linked: Sequence[int], what: str, folder: str = "", links: Links = ()
 ) -> str:
     """Return the page of all samples of the run `name`, with `links` to others.
 
