@@ -37,7 +37,6 @@ from spot_async.loop.events import (
     TrainingView,
 )
 from spot_async.stages.events import busiest
-from spot_async.stages.stages import Stages
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.outcome_slope import areas, outcome_metrics
 from spot_async.telemetry.screen import Screen
@@ -196,7 +195,9 @@ class RunConsole:
 
     def _status(self, training: TrainingView) -> Text:
         rate = self._rate.update(time.monotonic(), training.stages.tokens_generated)
-        waits_for = describe_wait(self._phases["train"], training.stages)
+        phase = self._phases["train"]  # in a wait for a batch, for the stage that most prompts are at
+        stage = busiest(training.stages.all) if phase == "wait for batch" else ""
+        waits_for = f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
         accuracy = self._accuracy
         if (count := len(self._accuracies)) > 1:
             accuracy += f" · mean of {count} iterations {percent(sum(self._accuracies) / count, 1)}"
@@ -270,12 +271,6 @@ class TokenRate:
             self._points.popleft()
         first_s, first = self._points[0]
         return (total - first) / (now_s - first_s) if now_s > first_s else 0.0
-
-
-def describe_wait(phase: Phase, stages: Stages) -> str:
-    """Return what the trainer waits for. In a wait for a batch, that is the stage that most prompts are at."""
-    stage = busiest(stages.all) if phase == "wait for batch" else ""
-    return f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
 
 
 def stage_table(training: TrainingView) -> Table:

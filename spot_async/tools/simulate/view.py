@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from spot_async.config import Config, teacher_role
+from spot_async.evaluation.metrics import standard_error
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.screen import number_table
@@ -65,8 +67,8 @@ def sharing_words(config: Config, run: Path) -> str:
     if not shares_cores(config.model_dump(), cores):
         return ""
     return (
-        f"trainer and servers share the {cores or 'few'} cores of {run}: above max_staleness=0 they slow each other "
-        "down, which is not simulated: its rates are those of its own max_staleness"
+        f"trainer and servers share the {cores or 'few'} cores of {run}: where several work at a time they slow each "
+        "other down, which is not simulated: its rates are those of its own max_staleness"
     )
 
 
@@ -76,11 +78,13 @@ def own_words(run: Path, outcomes: Sequence[Outcome]) -> list[str]:
     rows, given = files.metrics(), files.config().get("max_staleness")
     staleness = max(0, given) if isinstance(given, int) else 0
     steady = rows[1 + WARM_UP * staleness : len(rows) - staleness] or rows  # neither fills up nor comes to its end
-    own_s = sum(map(training_s, steady)) / len(steady)
+    times_s = [*map(training_s, steady)]
+    own_s, error_s = sum(times_s) / len(times_s), standard_error(times_s)
     if staleness >= len(outcomes) or own_s <= 0:
         return []
     off = outcomes[staleness].iteration_s / own_s - 1
-    return [f"that run itself took {own_s:.3g} s an iteration with max_staleness={staleness}: simulated is {off:+.0%}"]
+    took = f"{own_s:.3g}" + (f" ±{error_s:.1g}" if math.isfinite(error_s) else "")
+    return [f"that run itself took {took} s an iteration with max_staleness={staleness}: simulated is {off:+.0%}"]
 
 
 def binding(outcome: Outcome) -> list[str]:
