@@ -1,7 +1,7 @@
 """Notices when a replica is in trouble, and brings it back, for as long as the run lasts.
 
 A replica that ended or froze loses its requests at once, so that other replicas get them. One that froze has `stall_s`
-to thaw, since what it holds in memory is worth more than a fresh start. Otherwise its backend object is left, which
+to thaw, since what it holds in memory is worth more than a fresh start. Otherwise its backend object is closed, which
 ends a server of ours for good. A new one is entered, compared with the first, and sent the newest weights.
 """
 

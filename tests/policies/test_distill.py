@@ -100,6 +100,7 @@ def test_a_difference_clipped_to_one_number_is_a_fixed_advantage_whatever_the_te
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for(max_staleness: int) -> None:
     policy = make_policy(DistillPolicy, divergence="reverse_kl", support="student", top_k=3)
+    assert policy.needs.rounds == 2, "what the watchdog allows for: the student is asked for its rows, then the teacher"
     run = simulated_run(policy, iterations=3, batch_size=4, max_staleness=max_staleness)
     assert run.stages.teacher().score.counters.completed == 2 * len(run.trained) == 24
     teacher = SimulatedTeacher(Latency(0.0, 0.0))
@@ -129,6 +130,7 @@ def test_responses_of_the_data_are_learnt_from_without_asking_the_student() -> N
     policy = make_policy(DistillPolicy, divergence="forward_kl", student_share=0.0, written_by="data")
     assert policy.needs.written_responses
     assert policy.needs.teacher_responses == 0
+    assert not make_policy(DistillPolicy, divergence="forward_kl", student_share=0.0).needs.written_responses
 
     class Written(ScriptedStages):
         rollout = teacher_response = None  # type: ignore[assignment]

@@ -120,6 +120,7 @@ async def test_a_routed_method_asks_one_and_an_imbalance_between_domains_is_said
         policy = make_policy(OpdPolicy, policy_context())  # as in a run with a route
         samples += await policy.supervise(of_domain(prompt, domain, teacher), given)
     assert all(each.supervision.pulls[0].weights is None for each in samples)
+    assert [each.record["domain"] for each in samples[:2]] == ["python", "algebra"]
     means, outcomes = mean_metrics(each.metrics for each in samples), outcome_metrics(samples)
     assert (means["rollout/algebra/accuracy"], means["rollout/python/accuracy"]) == (0.5, 0.25)
     assert accuracy_words(means) == "accuracy 37.5 %"

@@ -207,7 +207,8 @@ async def test_the_record_holds_what_spot_saw():
     assert nine["teacher"] == pytest.approx(np.exp(TEACHER[2][CANDIDATES[2].tolist().index(9)]), abs=1e-6)
     assert nine["student"] == pytest.approx(0.05)
     assert record["branches"][0]["score_parts"]["coverage"] == pytest.approx(0.2)  # four candidates of 0.05
-    assert [b["retained"] for b in record["branches"]] == [True, False]
+    assert [(b["sampled"], b["retained"]) for b in record["branches"]] == [("6", True), ("7", False)]
+    assert record["version"] == str(WeightVersion(0, 3))
     assert np.isnan(record["gap"]).tolist() == [False, True, False, False, True]
     assert record["gap"][2] == pytest.approx(record["branches"][0]["score_parts"]["gap"], abs=1e-6)
 
