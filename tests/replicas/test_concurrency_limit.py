@@ -40,7 +40,7 @@ def answer(limit, sent_s, now_s, *, in_flight):
 def time_out(limit, sent_s, now_s, *, in_flight, work=10, answered=0, last_in_flight=None):
     """A request is not answered in time, while `in_flight` shared the server and answers amounted to `answered`."""
     busy_s = in_flight * (now_s - sent_s)
-    sent, now = Moment(sent_s, 0.0, 0.0), Moment(now_s, busy_s, busy_s, kind_work=answered)
+    sent, now = Moment(sent_s, 0.0, 0.0, kind_work=99), Moment(now_s, busy_s, busy_s, kind_work=99 + answered)
     limit.timed_out("probe", "late", sent=sent, now=now, work=work, in_flight=last_in_flight or in_flight)
 
 

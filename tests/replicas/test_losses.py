@@ -48,9 +48,9 @@ def opened_below(directory: Path) -> list[str]:
     return [each.name for each in opened if each.is_relative_to(directory / "weights")]
 
 
-async def ask(pool: ReplicaPool[Any], seed: int, tokens: int = 4) -> None:
+async def ask(pool: ReplicaPool[Any], seed: int, tokens: int = 4, request: LeaseRequest | None = None) -> None:
     sampling = SamplingSettings(max_tokens=tokens, stop_token_ids=(), seed=seed)
-    async with await pool.lease(LeaseRequest("rollout", (seed,))) as backend:
+    async with await pool.lease(request or LeaseRequest("rollout", (seed,))) as backend:
         await backend.generate(np.array([5, 9, 2], np.int32), sampling, deadline=soon())
 
 
@@ -78,8 +78,10 @@ async def test_a_student_lost_again_and_again_leaves_no_object_no_open_file_and_
             await ask(pool, step)
             replica = pool._replicas[0]
             replica.report(Trouble.ENDED, ProcessDiedError("student was killed"))
+            lost = LeaseRequest("rollout", (step,))
             with pytest.raises(TransientError):  # sent just before the loss was noticed
-                await ask(pool, step, tokens=1000)  # takes longer than that, on a busy machine too
+                await ask(pool, step, tokens=1000, request=lost)  # takes longer than that, on a busy machine too
+            assert lost.losses == 1, "after a second one it is suspected to end servers"
             await ask(pool, step)  # waits until it is back
             assert (replica.life.state, replica.restarts) == (State.SERVING, step)
             opened.append(opened_below(tmp_path))

@@ -21,7 +21,7 @@ from spot_async.terms import compared, forward_kl, jsd, pull, reverse_kl, revers
 from spot_async.testing import token_scores
 from spot_async.testing.services import whole_scores
 from spot_async.trainer.batching import MicroBatch, collate
-from spot_async.trainer.divergence import Cells, soft_target_losses
+from spot_async.trainer.divergence import Cells, divergence_statistics, soft_target_losses
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.model import Block, selected_logprobs
 from spot_async.types import Divergence, Pull, SoftTargets, Supervision
@@ -133,12 +133,16 @@ def batch_of(*targets: SoftTargets) -> MicroBatch:
     return collate([sample], is_packed=False)
 
 
-def losses_of(targets: SoftTargets, log_q: torch.Tensor) -> torch.Tensor:
-    """Return the losses (N,) of targets for a student of log-probabilities (V,) everywhere."""
+def met_by(targets: SoftTargets, log_q: torch.Tensor) -> tuple[MicroBatch, torch.Tensor, torch.Tensor]:
+    """Return targets as a batch, and what a student of log-probabilities (V,) everywhere says of them."""
     batch = batch_of(targets)
     others = torch.stack([log_q.index_fill(0, ids, -torch.inf).logsumexp(0) for ids in batch.soft.token_ids])
-    candidates = log_q[batch.soft.token_ids]
-    return soft_target_losses(batch, candidates.float(), others.float().clamp(min=-1e4))
+    return batch, log_q[batch.soft.token_ids].float(), others.float().clamp(min=-1e4)
+
+
+def losses_of(targets: SoftTargets, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the losses (N,) of targets for such a student."""
+    return soft_target_losses(*met_by(targets, log_q))
 
 
 def loss_of(targets: SoftTargets, log_q: torch.Tensor) -> float:
@@ -184,11 +188,15 @@ def test_a_tail_that_the_teacher_serves_makes_a_reverse_kl_exact_where_it_is_sur
     log_q = torch.tensor(model_logprobs(1, 3)[0])
     q = log_q.exp().numpy()
     cells_p, cells_q = np.column_stack([np.exp(teacher[:, :8]), np.full(20, tail)]), [*q[:8], q[8:].sum()]
-    expected = (cells_q * np.log(cells_q / cells_p)).sum(axis=1)
+    terms = cells_q * np.log(cells_q / cells_p)
+    expected = terms.sum(axis=1)
     scores = whole_scores(teacher, np.zeros(20, np.int32), 8)
     for top_k, given_scores in ((8, scores), (None, scores), (8, whole_scores(teacher, np.zeros(20, np.int32), 20))):
         losses = losses_of(compared(given_scores, reverse_kl(), top_k=top_k), log_q)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    said = divergence_statistics(*met_by(compared(scores, reverse_kl(clip=0.01)), log_q))
+    assert float(said["reverse_kl"]) == pytest.approx(expected.sum(), rel=1e-5)  # `train/kl_to_teacher`, not clipped
+    assert int(said["clipped_cells"]) == (terms > 0.01).sum() > 0
     left_over = compared(msgspec.structs.replace(scores, tail_logprobs=None), reverse_kl())
     assert np.abs(losses_of(left_over, log_q).numpy() - expected).max() > 1e-3
 
