@@ -136,7 +136,12 @@ def outcome_of(found: Found, tests: Sequence[str], tree: Path) -> str:
         return "untested"
     path = tree / found.mutant.file
     whole = path.read_text(encoding="utf-8")
-    path.write_text(mutate_code(whole, get_operator(found.mutant.operator)(), found.occurrence), encoding="utf-8")
+    mutated = mutate_code(whole, get_operator(found.mutant.operator)(), found.occurrence)
+    try:
+        compile(mutated, found.mutant.file, "exec")
+    except SyntaxError:
+        return "no program"
+    path.write_text(mutated, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     try:
         ended = subprocess.run(
