@@ -6,6 +6,7 @@ That they outlive crashes is in `test_crashing_runs.py`.
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import closing
 from typing import Any
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from recipes import recipe
 
 from spot_async.base import wire
-from spot_async.errors import PermanentError
+from spot_async.base.tasks import leaves
+from spot_async.errors import PermanentError, SpotError
 from spot_async.loop.admission import PromptState
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.ledger import Ledger, batch_faults
@@ -117,6 +119,22 @@ def test_seeds_follow_the_ordinal_whoever_is_refilled_for() -> None:
     plain, refilled = first(None), first(ENOUGH)
     assert len(plain) < len(refilled)
     assert plain == refilled[: len(plain)]
+
+
+def test_a_row_of_prompts_that_teach_nothing_ends_the_run_with_its_line() -> None:
+    run = made(verifier=SimulatedVerifier(share_correct=0.0), refill_at_most=3)
+    with pytest.raises(ExceptionGroup) as stopped:
+        run.finish()
+    (error,) = leaves(stopped.value)
+    assert isinstance(error, SpotError)
+    said = re.fullmatch(
+        r"(\d+) prompts in a row taught nothing \(policy Dapo\), more than training\.refill_at_most=3 batches: "
+        r"raise it, or choose problems that are sometimes solved",
+        str(error),
+    )
+    assert said is not None
+    assert 3 * BATCH < int(said[1]) <= 4 * BATCH
+    assert not run.batches
 
 
 class SolvesFirst(SimulatedVerifier):
