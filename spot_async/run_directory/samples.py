@@ -9,7 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -54,7 +54,7 @@ class Branch(BranchSummary, kw_only=True):
 class SampleSummary(msgspec.Struct, kw_only=True):
     """What tables and statistics need of a sample. The rest of the line is skipped, not decoded."""
 
-    iteration: int
+    iteration: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # a row has no place for a larger one
     problem_id: str = ""
     verdict: str = ""
     finish_reason: str = ""
@@ -131,7 +131,7 @@ class SampleRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampleRows:
-    """Rows as msgpack: a run may have a million, which take 50 MB so."""
+    """Rows as msgpack. A run may have a million of them, and these take 50 MB."""
 
     def __init__(self) -> None:
         self._packed, self._ends = bytearray(), array("q", [0])

@@ -185,6 +185,7 @@ RUNS = [
     ),
     Row("samples.jsonl: 8 GB without a line end", sparse("samples.jsonl"), SAMPLES, "line 1 has more than"),
     Row("samples.jsonl: deep", text("samples.jsonl", '{"a":' + DEEP + "\n"), SAMPLES, "samples.jsonl:1"),
+    Row("samples.jsonl: 10^30", text("samples.jsonl", f'{{"iteration":{10**30}}}\n'), SAMPLES, "at `$.iteration`"),
     Row("samples.jsonl: a pipe", pipe("samples.jsonl"), REPORT, "no regular file"),
     Row("logs/run.jsonl: /dev/zero", device("logs/run.jsonl"), REPORT, ""),
     Row("logs/run.jsonl: deep", text("logs/run.jsonl", DEEP + "\n"), REPORT, ""),
